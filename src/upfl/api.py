@@ -1,0 +1,138 @@
+"""The Python interface: train, come back to a run, personalize, score."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upfl.config import Config
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import newcomer
+from upfl.engine.folder import RunFolder
+from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
+from upfl.engine.rounds import Engine, Observer, assemble, checked_device
+from upfl.errors import RunError
+from upfl.methods import PERSONALIZERS, make_personalizer, personalizer_class, row_name
+from upfl.personalize.base import Personalized, Personalizer, Unlabelled
+from upfl.training.base import Published, Training
+
+
+def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
+    """Train a federation into the new run folder `out`, with one worker process a core unless told otherwise."""
+    path = Path(out)
+    if not under_torchrun() or os.environ["RANK"] == "0":
+        RunFolder.create(path, config)
+    return _work(path, workers, observer)
+
+
+def resume(run: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
+    """Go on with a run that was stopped; a finished one stays as it is."""
+    return _work(Path(run), workers, observer)
+
+
+def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
+    if under_torchrun():
+        with torchrun_group() as group:
+            _check_shared(path, group)
+            Engine(RunFolder.open(path), group).run(observer if group.leads else None)
+    else:
+        folder = RunFolder.open(path)
+        engine_size = worker_count(folder.config(), size)
+        with workers(engine_size, [str(path)]) as group:
+            Engine(folder, group).run(observer)
+    return Run(path)
+
+
+def worker_count(config: Config, asked: int | None = None) -> int:
+    """As many workers as asked for, or one a core; one on an accelerator, whose work does not divide so."""
+    if asked is not None:
+        if asked < 1:
+            raise RunError(f"--workers {asked}: at least one is needed")
+        return asked
+    return len(os.sched_getaffinity(0)) if config.device == "cpu" else 1
+
+
+def _check_shared(path: Path, group: Group) -> None:
+    """Every machine must see the leader's folder: client memory and checkpoints go through it."""
+    group.barrier()
+    seen = torch.tensor([int((path / "config.toml").is_file())])
+    group.sum_(seen)
+    if int(seen) < group.size:
+        raise RunError(
+            f"{path}: {group.size - int(seen)} of {group.size} processes do not see this run folder; "
+            "several machines need one that they share"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, with what it describes."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> Config:
+        return RunFolder.open(self.path).config()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The scores: `result.json`."""
+        return RunFolder.open(self.path).result()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One object a round: `metrics.jsonl`."""
+        return RunFolder.open(self.path).metrics()
+
+    @cached_property
+    def _parts(self) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
+        return assemble(self.config, checked_device(self.config.device))
+
+    @property
+    def federation(self) -> Federation:
+        return self._parts[0]
+
+    @property
+    def training(self) -> Training[Any]:
+        return self._parts[2]
+
+    def published(self, personalizer: str) -> Published:
+        """What newcomers receive: the state at the round with the best validation accuracy under a personalizer."""
+        row = row_name(self.training.name, personalizer)
+        scored = {entry["row"]: entry["best_round"] for entry in self.result["rows"]}
+        if row not in scored:
+            raise RunError(f"{self.path}: no row '{row}' was scored in this run; it has {', '.join(scored)}")
+        return Published(RunFolder(self.path).load_best(scored[row]), scored[row])
+
+    def personalize(self, client: Unlabelled, personalizer: str | None = None) -> Personalized:
+        """A client's own predictor, by the run's first personalizer unless another is named."""
+        name = personalizer or next(iter(self.config.personalize))
+        method = self._parts[3].get(name)
+        if method is None:
+            method = make_personalizer(name, self.training, personalizer_class(name).Hyper())
+        scored = name if name in self.config.personalize else next(iter(self.config.personalize))
+        return method.personalize(self.published(scored), client)
+
+    def newcomer(self, client: int) -> Unlabelled:
+        """A new client of the run's federation: inputs without labels."""
+        return newcomer(self.federation, self._parts[1], self.config.seed, client)
+
+    def labels(self, client: int) -> Tensor:
+        """A new client's labels, for scoring alone."""
+        return self._parts[1].y(self.federation.new.all(client))
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> float:
+    """Percent of the samples whose largest logit is their label's."""
+    return 100 * int((logits.argmax(1) == labels).sum()) / len(labels)
+
+
+def fitting_personalizers(training: Training[Any]) -> list[str]:
+    return [name for name, personalizer in PERSONALIZERS.items() if personalizer.why_not(training) is None]

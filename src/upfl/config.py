@@ -1,0 +1,233 @@
+"""What a run is: one validated, complete description, from which the run follows to the bit.
+
+It is put together from, later ones winning: the paper's values for the method and the data set, the profile (the
+scale), a configuration file, options, and `key=value` settings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from upfl import models
+from upfl.data import NAMES
+from upfl.data.partition import Partition, default_partition
+from upfl.errors import ConfigError
+from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, training_class
+from upfl.suggest import unknown
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(_Strict):
+    """The prediction model: `mlp` has two hidden layers, `convnet` two convolutions and a hidden layer."""
+
+    name: Literal["mlp", "convnet"]
+    hidden: int = Field(ge=1, description="units of the hidden linear layers")
+    width: float = Field(1.0, gt=0, description="factor on the ConvNet's channels")
+
+    def build(self, shape: tuple[int, int, int], classes: int) -> models.Model:
+        if self.name == "mlp":
+            return models.mlp(shape[0] * shape[1] * shape[2], (self.hidden, self.hidden), classes)
+        return models.convnet(shape, classes, self.hidden, self.width)
+
+
+class Config(_Strict):
+    """A run, completely described."""
+
+    method: str
+    dataset: str
+    profile: str = "paper"
+    seed: int = Field(0, ge=0, description="initialisation, participation, batches")
+    partition_seed: int = Field(0, ge=0, description="who holds which samples")
+    rounds: int = Field(ge=1)
+    clients_per_round: Count | Fraction | None = Field(None, description="a number or a fraction; all where silent")
+    evaluate_every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
+    evaluate_clients: int | None = Field(None, ge=1, description="score only the first so many clients of each kind")
+    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+    device: str = "cpu"
+    model: ModelConfig
+    partition: Partition
+    training: dict[str, Any]
+    personalize: dict[str, dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Config:
+        training, fixed = self.training_name, dict(self.training)
+        fixed.pop("name", None)
+        hyper = _validated(training_class(training).Hyper, fixed, "training")
+        object.__setattr__(self, "training", {"name": training, **hyper.model_dump(exclude_none=True)})
+        personalize = {}
+        for name, values in self.personalize.items():
+            valid = _validated(personalizer_class(name).Hyper, values, f"personalize.{name}")
+            personalize[name] = valid.model_dump(exclude_none=True)
+        object.__setattr__(self, "personalize", personalize)
+        return self
+
+    @property
+    def training_name(self) -> str:
+        return str(self.training.get("name") or resolve(self.method)[0])
+
+    def training_hyper(self) -> Any:
+        values = {key: value for key, value in self.training.items() if key != "name"}
+        return training_class(self.training_name).Hyper(**values)
+
+    def participants(self, clients: int) -> int:
+        """How many of the existing clients take part in a round."""
+        if self.clients_per_round is None:
+            return clients
+        if isinstance(self.clients_per_round, int):
+            return min(self.clients_per_round, clients)
+        return max(1, round(self.clients_per_round * clients))
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Config:
+        config: Config = _validated(cls, read_toml(path), str(path))
+        return config
+
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "paper": {"evaluate_every": 5},
+    "lite": {"rounds": 40, "clients_per_round": 20, "evaluate_every": 10, "model": {"width": 0.5}},
+    "smoke": {
+        "rounds": 3,
+        "clients_per_round": 4,
+        "evaluate_every": 1,
+        "evaluate_clients": 4,
+        "model": {"width": 0.25, "hidden": 64},
+    },
+}
+
+
+def configure(
+    method: str,
+    dataset: str,
+    *,
+    profile: str | None = None,
+    file: Path | None = None,
+    settings: Iterable[str] = (),
+    score: Iterable[str] = (),
+    **options: Any,
+) -> Config:
+    """The complete description of a run. Options that are None do not count."""
+    from_file = read_toml(file) if file else {}
+    for key, asked in (("method", method), ("dataset", dataset)):
+        if from_file.get(key, asked) != asked:
+            raise ConfigError(f"{file}: {key} is '{from_file[key]}', but '{asked}' was asked for")
+    profile = profile or str(from_file.get("profile", "paper"))
+    if profile not in PROFILES:
+        raise unknown("profile", profile, PROFILES)
+    if dataset not in NAMES:
+        raise unknown("data set", dataset, NAMES)
+    training, personalizers = resolve(method)
+    scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
+    values = _defaults(dataset, training, tuple(scored))
+    for layer in (PROFILES[profile], from_file, {k: v for k, v in options.items() if v is not None}):
+        values = _merged(values, layer)
+    values = _merged(values, {"method": method, "dataset": dataset, "profile": profile})
+    for setting in settings:
+        _set(values, setting)
+    config: Config = _validated(Config, values, str(file) if file else "the configuration")
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+
+
+@cache
+def paper() -> dict[str, Any]:
+    """The paper's values, as shipped."""
+    return tomllib.loads(resources.files("upfl").joinpath("paper.toml").read_text(encoding="utf-8"))
+
+
+def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
+    searched = paper()["mnist" if dataset == "digits" else dataset]
+    model = {
+        "digits": {"name": "mlp", "hidden": 200},
+        "mnist": {"name": "mlp", "hidden": 200},
+        "femnist": {"name": "convnet", "hidden": 2048},
+    }.get(dataset, {"name": "convnet", "hidden": 512})
+    for name in personalizers:
+        personalizer_class(name)
+    return {
+        "rounds": paper()["rounds"][dataset],
+        "model": model,
+        "partition": default_partition(dataset).model_dump(mode="json", exclude_none=True),
+        "training": {"name": training, **searched.get(training, {})},
+        "personalize": {name: dict(searched.get(name, {})) for name in personalizers},
+    }
+
+
+def _merged(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for key, value in layer.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+def _set(values: dict[str, Any], setting: str) -> None:
+    """Apply `key=value`: a field of the run, `model.width`, `partition.clients`, or any hyper-parameter by its name."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {setting}: write key=value, for example inner_lr=0.3 or partition.clients=40")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *path, last = key.split(".")
+    if path:
+        if path[0] in PERSONALIZERS:
+            path = ["personalize", *path]
+        target = values
+        for part in path:
+            target = target.get(part)  # type: ignore[assignment]
+            if not isinstance(target, dict):
+                raise ConfigError(f"--set {setting}: there is no table '{'.'.join(path)}' in this run")
+        target[last] = value
+        return
+    places: list[tuple[type[BaseModel], dict[str, Any]]] = [
+        (TRAININGS[values["training"]["name"]].Hyper, values["training"]),
+        *((PERSONALIZERS[name].Hyper, table) for name, table in values["personalize"].items()),
+    ]
+    holders = [table for hyper, table in places if last in hyper.model_fields]
+    if holders:
+        holders[0][last] = value
+    elif last in Config.model_fields:
+        values[last] = value
+    else:
+        valid = [name for hyper, _ in places for name in hyper.model_fields]
+        raise unknown("setting", last, dict.fromkeys([*valid, *Config.model_fields]))
+
+
+def _validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        lines = [f"{where}: {len(error.errors())} value(s) do not fit"]
+        for item in error.errors():
+            field = ".".join(str(part) for part in item["loc"]) or "(whole)"
+            given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
+            lines.append(f"  {field}: {item['msg']}{given}")
+        raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,192 @@
+"""A federation: the training clients with their train and validation splits, and the new clients."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upfl.data.partition import Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
+from upfl.data.sources import Source
+from upfl.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Many clients as flat arrays: client i holds the samples indices[offsets[i] : offsets[i + 1]], in random order."""
+
+    indices: Indices
+    offsets: Indices
+    train_counts: Indices  # the first so many of a client's samples are its train split, the others validate
+    angles: NDArray[np.float64]  # degrees counter-clockwise by which a client's images are turned
+
+    def __len__(self) -> int:
+        return len(self.train_counts)
+
+    def all(self, client: int) -> Indices:
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+
+    def train(self, client: int) -> Indices:
+        return self.all(client)[: self.train_counts[client]]
+
+    def validation(self, client: int) -> Indices:
+        return self.all(client)[self.train_counts[client] :]
+
+    def sizes(self) -> Indices:
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Federation:
+    source: Source
+    training: Clients
+    new: Clients  # without a train split; their labels are for scoring alone
+    public: Indices
+    notes: tuple[str, ...]  # what whoever reads a result should know about the split
+
+
+def build_federation(source: Source, partition: Partition, seed: int) -> Federation:
+    """Split a data set among clients. The result depends on the partition and the seed only."""
+    if seed < 0:
+        raise ConfigError(f"the partition seed must not be negative, and it is {seed}")
+    pool, public = _draw_pool(source, partition, seed)
+    hands = dict(zip(("training", "new"), _deal(source, partition, pool, seed), strict=True))
+    notes = []
+    for role, dealt in hands.items():
+        hands[role] = held = [hand for hand in dealt if len(hand)]
+        if not held:
+            raise DataError(f"no sample is left for {role} clients: take more samples or fewer clients")
+        if empty := len(dealt) - len(held):
+            notes.append(f"{empty} of {len(dealt)} {role} clients hold no samples and are left out")
+    training = _training_clients(hands["training"], partition, seed)
+    new = _new_clients(hands["new"], partition, seed)
+    return Federation(source, training, new, public, (*notes, *_notes(source, partition, training, new)))
+
+
+def class_counts(federation: Federation, clients: Clients) -> NDArray[np.int64]:
+    """How many samples of each class each client holds: [clients, classes]."""
+    return _counts(federation.source.labels, clients, len(federation.source.class_names))
+
+
+def _generator(seed: int, purpose: str) -> np.random.Generator:
+    """A stream for each purpose, so that one setting of the partition does not change what another one draws."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(purpose.encode()))))
+
+
+def _draw_pool(source: Source, partition: Partition, seed: int) -> tuple[Indices, Indices]:
+    """The samples that clients share out, and the public ones, both in the data set's order."""
+    pool = np.arange(len(source.labels))
+    if partition.samples is not None:
+        if partition.samples > len(pool):
+            raise DataError(f"samples = {partition.samples} is more than the {len(pool)} that {source.name} has")
+        pool = np.sort(_generator(seed, "pool").choice(pool, partition.samples, replace=False))
+    count = round(partition.public * len(pool))
+    drawn = np.zeros(len(pool), np.bool_)
+    drawn[_generator(seed, "public").permutation(len(pool))[:count]] = True
+    return pool[~drawn], pool[drawn]
+
+
+def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[list[Indices], list[Indices]]:
+    """What each training client and each new client holds."""
+    if partition.kind == "dirichlet":
+        return _deal_dirichlet(source, partition, pool, seed)
+    rng = _generator(seed, "training")
+    match partition.kind:
+        case "pathological":
+            labels = source.labels[pool]
+            hands = pathological(labels, partition.clients, partition.labels_per_client, partition.distinct_labels, rng)
+        case "superclass":
+            hands = superclass(_groups(source, "superclasses")[pool], partition.clients, rng)
+        case "writer":
+            hands = by_writer(_groups(source, "writers")[pool], partition.clients, partition.minimum_samples, rng)
+        case "iid":
+            hands = iid(len(pool), partition.clients, rng)
+    order = _generator(seed, "roles").permutation(len(hands))
+    held = [pool[hands[client]] for client in order]
+    half = (len(held) + 1) // 2
+    return held[:half], held[half:]
+
+
+def _deal_dirichlet(
+    source: Source, partition: Partition, pool: Indices, seed: int
+) -> tuple[list[Indices], list[Indices]]:
+    """The canonical training set goes to training clients, the test set to new ones; without one, random halves do."""
+    if source.train_count < len(source.labels):
+        is_training = pool < source.train_count
+    else:
+        is_training = _generator(seed, "roles").permutation(len(pool)) < (len(pool) + 1) // 2
+    parts = (
+        (pool[is_training], partition.alpha_training, "training"),
+        (pool[~is_training], partition.alpha_new, "new"),
+    )
+    training, new = (
+        [
+            part[hand]
+            for hand in dirichlet(source.labels[part], partition.clients // 2, alpha, _generator(seed, purpose))
+        ]
+        for part, alpha, purpose in parts
+    )
+    return training, new
+
+
+def _groups(source: Source, what: str) -> Indices:
+    if source.groups is None:
+        raise DataError(f"{source.name} has no {what}: choose another kind of partition")
+    return source.groups
+
+
+def _training_clients(hands: Sequence[Indices], partition: Partition, seed: int) -> Clients:
+    rng = _generator(seed, "validation")
+    sizes = np.array([len(hand) for hand in hands], np.int64)
+    validation = np.rint(partition.validation * sizes).astype(np.int64)
+    if partition.validation > 0:
+        validation = np.maximum(validation, 1)
+    validation = np.minimum(validation, sizes - 1)  # a client always has something to train on
+    angles = _angles(partition.rotations_training, len(hands), _generator(seed, "angles training"))
+    return _clients([rng.permutation(hand) for hand in hands], sizes - validation, angles)
+
+
+def _new_clients(hands: Sequence[Indices], partition: Partition, seed: int) -> Clients:
+    # A larger fraction contains every smaller one. The order must not give labels away either.
+    rng = _generator(seed, "subsample")
+    kept = [rng.permutation(hand)[: max(1, round(partition.new_fraction * len(hand)))] for hand in hands]
+    angles = _angles(partition.rotations_new, len(hands), _generator(seed, "angles new"))
+    return _clients(kept, np.zeros(len(hands), np.int64), angles)
+
+
+def _angles(choices: tuple[float, ...], count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    return rng.choice(np.array(choices or (0.0,)), count)
+
+
+def _clients(hands: Sequence[Indices], train_counts: Indices, angles: NDArray[np.float64]) -> Clients:
+    offsets = np.concatenate([[0], np.cumsum([len(hand) for hand in hands])]).astype(np.int64)
+    indices = np.concatenate([np.empty(0, np.int64), *hands])
+    for array in (indices, offsets, train_counts, angles):
+        array.flags.writeable = False
+    return Clients(indices, offsets, train_counts, angles)
+
+
+def _counts(values: Indices, clients: Clients, width: int) -> NDArray[np.int64]:
+    owner = np.repeat(np.arange(len(clients)), clients.sizes())
+    flat = np.bincount(owner * width + values[clients.indices], minlength=len(clients) * width)
+    return flat.reshape(len(clients), width)
+
+
+def _notes(source: Source, partition: Partition, training: Clients, new: Clients) -> Iterator[str]:
+    for role, clients in (("training", training), ("new", new)):
+        classes = np.count_nonzero(_counts(source.labels, clients, len(source.class_names)), axis=1)
+        if single := int((classes == 1).sum()):
+            yield f"{single} of {len(clients)} {role} clients hold a single class"
+    if names := [source.class_names[label] for label in _only_new(source.labels, training, new)]:
+        yield f"classes that only new clients hold: {', '.join(names)}"
+    superclasses = source.groups if partition.kind == "superclass" else None
+    if superclasses is not None and (numbers := _only_new(superclasses, training, new)):
+        yield f"superclasses that only new clients hold: number {', '.join(map(str, numbers))}"
+    unvalidated = int((training.sizes() == training.train_counts).sum())
+    if unvalidated and partition.validation > 0:
+        yield f"{unvalidated} of {len(training)} training clients have one sample and so no validation data"
+
+
+def _only_new(values: Indices, training: Clients, new: Clients) -> list[int]:
+    only: list[int] = np.setdiff1d(values[new.indices], values[training.indices]).tolist()
+    return only

@@ -1,0 +1,181 @@
+"""Who holds which samples: the paper's ways to split a data set among clients, as pure functions on indices.
+
+Each function returns one array of positions for each client; together they hold every position once at most.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from upfl.errors import ConfigError, DataError
+from upfl.suggest import unknown
+
+Indices = NDArray[np.int64]
+Kind = Literal["pathological", "superclass", "writer", "dirichlet", "iid"]
+
+# Fields that mean something to one kind only: set with another kind, they would silently do nothing.
+_KIND_OF_FIELD: dict[str, Kind] = {
+    "labels_per_client": "pathological",
+    "distinct_labels": "pathological",
+    "minimum_samples": "writer",
+    "alpha_training": "dirichlet",
+    "alpha_new": "dirichlet",
+}
+
+
+class Partition(BaseModel):
+    """How a data set becomes a federation. With a seed it fixes who holds what."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Kind
+    clients: int = Field(ge=2, le=10_000_000, description="training and new clients together, half of each")
+    labels_per_client: int = Field(2, ge=1, description="pathological: the most labels that a client can have")
+    distinct_labels: bool = Field(False, description="pathological: exactly that many; else shards at random")
+    minimum_samples: int = Field(0, ge=0, description="writer: writers with fewer samples are not drawn")
+    alpha_training: float = Field(0.1, ge=1e-3, le=1e6, description="dirichlet: concentration of training clients")
+    alpha_new: float = Field(0.1, ge=1e-3, le=1e6, description="dirichlet: concentration of new clients")
+    samples: int | None = Field(None, ge=2, description="use this many samples only, drawn at random")
+    public: float = Field(0.0, ge=0, lt=1, description="fraction set aside first, as an unlabelled public set")
+    validation: float = Field(0.15, ge=0, lt=1, description="fraction of a training client's data for validation")
+    new_fraction: float = Field(1.0, gt=0, le=1, description="fraction of its data that a new client keeps")
+    rotations_training: tuple[Annotated[float, Field(ge=-360, le=360)], ...] = Field(
+        (), description="angles for training clients, degrees counter-clockwise, one drawn for each client"
+    )
+    rotations_new: tuple[Annotated[float, Field(ge=-360, le=360)], ...] = Field(
+        (), description="angles for new clients"
+    )
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> Self:
+        for name, kind in _KIND_OF_FIELD.items():
+            if self.kind != kind and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} applies to kind = {kind!r} only, and kind is {self.kind!r}")
+        if self.kind == "dirichlet" and self.clients % 2:
+            raise ValueError(
+                f"clients must be even for kind = 'dirichlet' (half train, half are new), not {self.clients}"
+            )
+        if self.samples is not None and self.samples < self.clients:
+            raise ValueError(f"samples = {self.samples} cannot give each of {self.clients} clients one")
+        return self
+
+    def revised(self, changes: Mapping[str, Any]) -> "Partition":
+        """A copy with some fields changed; a new kind takes the old one's own fields back to their defaults."""
+        for name in changes:
+            if name not in type(self).model_fields:
+                raise unknown("partition field", name, type(self).model_fields)
+        kind = changes.get("kind", self.kind)
+        kept = {name: value for name, value in self if _KIND_OF_FIELD.get(name, kind) == kind}
+        try:
+            return Partition.model_validate(kept | dict(changes))
+        except ValidationError as error:
+            problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
+            raise ConfigError("; ".join(f"partition {place}: {text}" for place, text in problems)) from error
+
+
+def default_partition(dataset: str) -> Partition:
+    """The paper's partition of a data set (digits: as MNIST, with 40 clients)."""
+    defaults = {
+        "digits": Partition(kind="pathological", clients=40),
+        "mnist": Partition(kind="pathological", clients=100),
+        "fashion_mnist": Partition(kind="pathological", clients=100),
+        "cifar10": Partition(kind="pathological", clients=100, distinct_labels=True),
+        "cifar100": Partition(kind="superclass", clients=100),
+        "femnist": Partition(kind="writer", clients=185, minimum_samples=100),
+    }
+    if dataset not in defaults:
+        raise unknown("data set", dataset, defaults)
+    return defaults[dataset]
+
+
+def pathological(
+    labels: Indices, clients: int, labels_per_client: int, distinct: bool, rng: np.random.Generator
+) -> list[Indices]:
+    """Each class cut into shards of equal size, `labels_per_client` shards a client; distinct: of different classes."""
+    classes = np.unique(labels)
+    if distinct and labels_per_client > len(classes):
+        raise DataError(
+            f"clients cannot have {labels_per_client} distinct labels: there are {len(classes)} classes; "
+            "lower labels_per_client"
+        )
+    counts = _even_counts(clients * labels_per_client, len(classes), "classes", rng)
+    shards = [
+        _shards(np.flatnonzero(labels == label), count, rng) for label, count in zip(classes, counts, strict=True)
+    ]
+    if distinct:
+        hands = _distinct_hands(counts, clients, labels_per_client, rng)
+    else:
+        hands = rng.permutation(np.repeat(np.arange(len(classes)), counts)).reshape(clients, labels_per_client)
+    return [np.concatenate([shards[label].pop() for label in hand]) for hand in hands]
+
+
+def superclass(groups: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    """Each group's samples shuffled and cut into pieces of equal size, one piece a client."""
+    values = np.unique(groups)
+    counts = _even_counts(clients, len(values), "superclasses", rng)
+    return [
+        shard
+        for value, count in zip(values, counts, strict=True)
+        for shard in _shards(np.flatnonzero(groups == value), count, rng)
+    ]
+
+
+def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.random.Generator) -> list[Indices]:
+    """One client a writer, drawn at random from the writers with enough samples."""
+    writers, sizes = np.unique(groups, return_counts=True)
+    eligible = writers[sizes >= minimum_samples]
+    if len(eligible) < clients:
+        raise DataError(
+            f"{clients} writers with at least {minimum_samples} samples are wanted, and there are {len(eligible)} "
+            f"(of {len(writers)}); lower clients or minimum_samples, or get more writers"
+        )
+    order = np.argsort(groups, kind="stable")
+    held = dict(zip(writers.tolist(), np.split(order, np.cumsum(sizes)[:-1]), strict=True))
+    return [held[writer] for writer in rng.choice(eligible, clients, replace=False).tolist()]
+
+
+def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+    """Each class dealt out to all clients in proportions drawn from Dirichlet(alpha); clients may end up with none."""
+    hands: list[list[Indices]] = [[] for _ in range(clients)]
+    for label in np.unique(labels):
+        positions = rng.permutation(np.flatnonzero(labels == label))
+        proportions = rng.dirichlet(np.full(clients, alpha))
+        cuts = np.rint(np.cumsum(proportions)[:-1] * len(positions)).astype(np.int64)
+        for hand, piece in zip(hands, np.split(positions, cuts), strict=True):
+            hand.append(piece)
+    return [np.concatenate(hand) if hand else np.empty(0, np.int64) for hand in hands]
+
+
+def iid(n: int, clients: int, rng: np.random.Generator) -> list[Indices]:
+    """All samples shuffled and cut into pieces of equal size."""
+    return _shards(np.arange(n), clients, rng)
+
+
+def _shards(positions: Indices, count: int, rng: np.random.Generator) -> list[Indices]:
+    return np.array_split(rng.permutation(positions), count)
+
+
+def _even_counts(total: int, parts: int, what: str, rng: np.random.Generator) -> Indices:
+    """`total` as a sum of `parts` numbers that differ by one at most; which ones are larger is drawn."""
+    if total < parts:
+        raise DataError(f"{total} shards do not cover {parts} {what}: some samples would be lost; take more clients")
+    counts = np.full(parts, total // parts)
+    counts[rng.permutation(parts)[: total % parts]] += 1
+    return counts
+
+
+def _distinct_hands(counts: Indices, clients: int, size: int, rng: np.random.Generator) -> Indices:
+    """For each client `size` different classes, class c being dealt counts[c] times.
+
+    Each client takes the classes with the most shards left, ties broken at random. This never gets stuck: no class has
+    more shards left than there are clients to come, and the classes at that limit, at most `size`, are always taken.
+    """
+    left = counts.copy()
+    hands = np.empty((clients, size), np.int64)
+    for hand in hands:
+        hand[:] = np.lexsort((rng.random(len(left)), -left))[:size]
+        left[hand] -= 1
+    return hands

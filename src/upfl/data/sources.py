@@ -1,0 +1,352 @@
+"""The data sets: found or downloaded, checked against their digests, decoded once, memory-mapped from then on."""
+
+import gzip
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from platformdirs import user_cache_dir
+from rich.console import Console
+from rich.progress import track
+
+from upfl.data.catalog import CATALOG, File, Specification
+from upfl.data.download import download as download_files
+from upfl.data.formats import Columns
+from upfl.errors import DataError
+from upfl.suggest import unknown
+
+EMBEDDED = "digits"
+NAMES = (EMBEDDED, *CATALOG)
+
+_DECODER_VERSION = 1  # raise it when decoded arrays change: old caches are then left alone and not read
+
+
+@dataclass(frozen=True)
+class Source:
+    """All samples of a data set, the canonical training set first. The arrays are read-only."""
+
+    name: str
+    images: NDArray[np.uint8]  # [n, channels, height, width], one copy on the machine for all processes
+    labels: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    train_count: int  # the samples from here on are the canonical test set
+    groups: NDArray[np.int64] | None  # each sample's superclass (cifar100) or writer (femnist)
+    scale: float  # the pixel value of full intensity
+    mean: tuple[float, ...]  # of each channel of pixels / scale
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    path: Path
+    problem: str | None  # what is wrong with it, if anything
+
+
+def load(name: str, *, download: bool = True) -> Source:
+    """Open a data set, by its name in `NAMES`; one that is not on this machine is downloaded first."""
+    if name == EMBEDDED:
+        return _digits()
+    specification = _specification(name)
+    folder = locate(name)
+    if folder is None:
+        if not download:
+            raise _missing(name, specification)
+        folder = fetch(name)
+    columns = _decoded(name, specification, folder)
+    return Source(
+        name=name,
+        images=columns["images"],
+        labels=columns["labels"],
+        class_names=specification.class_names,
+        train_count=specification.train_count or len(columns["labels"]),
+        groups=columns.get("groups"),
+        scale=255.0,
+        mean=specification.mean,
+        std=specification.std,
+    )
+
+
+def locate(name: str) -> Path | None:
+    """The folder that holds a data set's files, or none if they have to be downloaded (or are embedded)."""
+    if name == EMBEDDED:
+        return None
+    specification = _specification(name)
+    return next((folder for folder in _folders(specification) if _present(specification, folder)), None)
+
+
+def fetch(name: str) -> Path:
+    """Download a data set into the user's cache folder, unless it is on this machine already; return its folder."""
+    specification = _specification(name)
+    if (folder := locate(name)) is not None:
+        return folder
+    if not specification.downloads:
+        raise _missing(name, specification)
+    target = _cache_folder() / "datasets" / specification.folder
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as temporary:
+            complete = Path(temporary) / "complete"
+            complete.mkdir()
+            download_files(specification.downloads, [file.name for file in specification.files], complete)
+            _rename_unless_there(complete, target)
+    except (OSError, DataError) as error:
+        raise DataError(f"cannot fetch {specification.title}: {error}. {_by_hand(specification)}") from error
+    return target
+
+
+def check(name: str) -> list[FileCheck]:
+    """Read all files of a data set again and compare them with what they should be."""
+    if name == EMBEDDED:
+        _digits()
+        return []
+    specification = _specification(name)
+    if (folder := locate(name)) is None:
+        raise _missing(name, specification)
+    checks, parts = [], []
+    for file, path in _files(name, specification, folder):
+        try:
+            parts.append(_decode(name, specification, file, path))
+            checks.append(FileCheck(path, None))
+        except DataError as error:
+            checks.append(FileCheck(path, str(error)))
+    if len(parts) == len(checks):
+        _assemble(specification, folder, parts)
+    return checks
+
+
+def _digits() -> Source:
+    from sklearn.datasets import load_digits  # here, because it takes a second to import
+
+    digits = load_digits()
+    images = digits.images.astype(np.uint8)[:, None]
+    labels = digits.target.astype(np.int64)
+    for array in (images, labels):
+        array.flags.writeable = False
+    return Source(
+        name=EMBEDDED,
+        images=images,
+        labels=labels,
+        class_names=tuple(str(name) for name in digits.target_names),
+        train_count=len(labels),
+        groups=None,
+        scale=16.0,
+        mean=(0.0,),
+        std=(1.0,),
+    )
+
+
+def _specification(name: str) -> Specification:
+    if name not in CATALOG:
+        raise unknown("data set", name, NAMES)
+    return CATALOG[name]
+
+
+# Where files are
+
+
+def _folders(specification: Specification) -> Iterator[Path]:
+    if root := os.environ.get("UPFL_DATA"):
+        folder = Path(root).expanduser()
+        if not folder.is_dir():
+            raise DataError(f"UPFL_DATA is {root!r}, which is not a folder: correct it or unset it")
+        yield folder / specification.folder
+    yield _cache_folder() / "datasets" / specification.folder
+    yield from specification.system_folders
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("UPFL_CACHE") or user_cache_dir("upfl")).expanduser()
+
+
+def _present(specification: Specification, folder: Path) -> list[tuple[File | None, Path]]:
+    if not specification.files:
+        return [(None, path) for path in sorted(folder.glob(specification.pattern))]
+    candidates = ((file, folder / name) for file in specification.files for name in (file.name, f"{file.name}.gz"))
+    found = {file.name: (file, path) for file, path in candidates if path.exists()}
+    return list(found.values())
+
+
+def _files(name: str, specification: Specification, folder: Path) -> list[tuple[File | None, Path]]:
+    found = _present(specification, folder)
+    here = {file.name for file, _ in found if file}
+    if missing := [file.name for file in specification.files if file.name not in here]:
+        raise DataError(
+            f"{folder} holds {specification.title} in part: {', '.join(missing)} missing. Put it there, or delete "
+            f"the folder's other files and run `upfl data fetch {name}`"
+        )
+    return found
+
+
+def _missing(name: str, specification: Specification) -> DataError:
+    looked = ", ".join(str(folder) for folder in _folders(specification))
+    offer = f"Run `upfl data fetch {name}`. " if specification.downloads else ""
+    return DataError(
+        f"{specification.title} is not on this machine (looked in {looked}). {offer}{_by_hand(specification)}"
+    )
+
+
+def _by_hand(specification: Specification) -> str:
+    folder = next(_folders(specification))
+    if specification.by_hand:
+        return f"{specification.by_hand} to {folder}"
+    urls = ", ".join(item.urls[0] for item in specification.downloads)
+    names = ", ".join(file.name for file in specification.files)
+    return f"By hand: get {urls} and put {names} into {folder}"
+
+
+# From files to columns
+
+
+def _decode(name: str, specification: Specification, file: File | None, path: Path) -> Columns:
+    """The columns of one file, after everything that it alone can show to be wrong is checked."""
+    try:
+        content = _content(path, file.size + 1 if file else -1)
+        if file and len(content) != file.size:
+            size = len(content) if len(content) < file.size else f"more than {file.size}"
+            raise ValueError(f"it holds {size} bytes instead of {file.size}: truncated, or another file")
+        digest = hashlib.md5(content, usedforsecurity=False).hexdigest() if file else None
+        if file and digest != file.md5:
+            raise ValueError(f"it is not the canonical {specification.title} (md5 {digest} instead of {file.md5})")
+        columns = specification.decode(content, specification.shape)
+        if "labels" in columns and columns["labels"].max(initial=0) >= len(specification.class_names):
+            raise ValueError(f"it has labels beyond the {len(specification.class_names)} classes")
+        return columns
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        fetch_again = f"delete the set's files and run `upfl data fetch {name}`"
+        remedy = f"Replace it, or {fetch_again}" if specification.downloads else f"Replace it. {specification.by_hand}"
+        raise DataError(f"{path} cannot be used: {error}. {remedy}") from error
+
+
+def _content(path: Path, limit: int) -> bytes:
+    # The limit keeps a small compressed file from growing without bound.
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        return stream.read(limit)
+
+
+def _assemble(specification: Specification, folder: Path, parts: list[Columns]) -> Columns:
+    """One array for each column. Writers are numbered by name, however LEAF dealt them out to files."""
+    columns = {
+        column: np.concatenate([part[column] for part in parts if column in part]) for column in _columns(specification)
+    }
+    if specification.grouped and columns["groups"].dtype.kind == "U":
+        names, groups = np.unique(columns["groups"], return_inverse=True)
+        if len(names) != sum(len(np.unique(part["groups"])) for part in parts):
+            raise DataError(f"{folder}: a writer occurs in several files; keep the JSON files of one LEAF run only")
+        order = np.argsort(groups, kind="stable")
+        columns = {column: values[order] for column, values in (columns | {"groups": groups}).items()}
+    columns = {column: columns[column].astype(dtype, copy=False) for column, dtype in _columns(specification).items()}
+    if not _consistent(specification, columns):
+        raise DataError(f"{folder}: the files of {specification.title} do not belong together")
+    return columns
+
+
+def _columns(specification: Specification) -> dict[str, type[np.integer[Any]]]:
+    grouped: dict[str, type[np.integer[Any]]] = {"groups": np.int64} if specification.grouped else {}
+    return {"images": np.uint8, "labels": np.int64, **grouped}
+
+
+def _consistent(specification: Specification, columns: Columns) -> bool:
+    images, labels = columns["images"], columns["labels"]
+    return (
+        all(columns[column].dtype == dtype for column, dtype in _columns(specification).items())
+        and all(len(values) == len(labels) for values in columns.values())
+        and images.shape[1:] == specification.shape
+        and len(labels) >= (specification.train_count or 1)
+        and 0 <= labels.min() <= labels.max() < len(specification.class_names)
+    )
+
+
+# Decoded arrays, kept for the next time
+
+
+def _decoded(name: str, specification: Specification, folder: Path) -> Columns:
+    files = _files(name, specification, folder)
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for _, path in files]
+    key = hashlib.sha256(repr((_DECODER_VERSION, specification.files, states)).encode()).hexdigest()[:16]
+    target = _writable_folder() / f"{name}-{key}"
+    open_target = partial(_open_arrays, specification, target)
+    if (columns := open_target()) is not None:
+        return columns
+    console = Console(stderr=True)
+    title = f"reading {specification.title}, once"
+    steps = track(files, title, console=console, transient=True, disable=not console.is_terminal)
+    decoded = _assemble(specification, folder, [_decode(name, specification, file, path) for file, path in steps])
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as temporary:
+            complete = Path(temporary) / "complete"
+            complete.mkdir()
+            for column, values in decoded.items():
+                _save(complete / f"{column}.npy", values)
+            if not _rename_unless_there(complete, target) and open_target() is None:
+                shutil.rmtree(target)  # damaged, or it would have been opened
+                _rename_unless_there(complete, target)
+    except OSError as error:
+        raise DataError(f"cannot keep the decoded {specification.title} in {target.parent}: {error}") from error
+    if (columns := open_target()) is None:
+        raise DataError(f"{target} is damaged again just after it was written: is the disk full or failing?")
+    return columns
+
+
+def _open_arrays(specification: Specification, folder: Path) -> Columns | None:
+    """The arrays in `folder`, memory-mapped, or none if they are missing or damaged in any way."""
+    try:
+        columns = {column: _open_array(folder / f"{column}.npy") for column in _columns(specification)}
+    except Exception:  # NumPy's reader fails in many ways on damaged bytes; all of them mean: decode again
+        return None
+    return columns if _consistent(specification, columns) else None
+
+
+def _open_array(path: Path) -> NDArray[Any]:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if path.stat().st_size != array.offset + array.nbytes or not array.flags.c_contiguous:
+        raise ValueError("not as it was written")
+    return array  # type: ignore[no-any-return]
+
+
+def _save(path: Path, values: NDArray[Any]) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.ascontiguousarray(values), allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename_unless_there(folder: Path, target: Path) -> bool:
+    """Put a complete folder in its place in one step; another process may have been first, which is as good."""
+    try:
+        folder.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        return False
+    return True
+
+
+def _writable_folder() -> Path:
+    """Where decoded arrays go: the cache folder, or a private temporary one if that cannot be written."""
+    folder = _cache_folder() / "decoded"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _private_temporary_folder()
+    return folder if os.access(folder, os.W_OK | os.X_OK) else _private_temporary_folder()
+
+
+def _private_temporary_folder() -> Path:
+    owner = os.getuid() if hasattr(os, "getuid") else "user"
+    folder = Path(tempfile.gettempdir()) / f"upfl-{owner}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    # Someone else could have made it first, to slip in data of their own.
+    if not stat.S_ISDIR(state.st_mode) or (owner != "user" and (state.st_uid != owner or state.st_mode & 0o022)):
+        raise DataError(f"{folder} belongs to others or is open to them: set UPFL_CACHE to a folder that you can write")
+    return folder

@@ -1,0 +1,1 @@
+"""How rounds are run: batches, workers, evaluation, checkpoint and resume."""

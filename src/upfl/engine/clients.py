@@ -1,0 +1,77 @@
+"""Clients as the engine serves them: a training client with its batches, a newcomer without its labels."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.personalize.base import Unlabelled
+from upfl.randomness import generator
+from upfl.training.base import Batch, Phase, Split
+
+
+@dataclass(frozen=True)
+class LocalClient:
+    """A training client in a round."""
+
+    federation: Federation
+    inputs: Inputs
+    seed: int
+    id: int
+    round: int
+
+    @property
+    def count(self) -> int:
+        return len(self._indices("train"))
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return generator(self.seed, "client", self.round, self.id, purpose)
+
+    def batches(self, split: Split, size: int) -> Iterator[Batch]:
+        indices = self._indices(split)
+        for start in range(0, len(indices), size):
+            yield self._batch(indices[start : start + size], split)
+
+    def phase(self, phase: Phase) -> Iterator[Batch]:
+        """The batches of a phase: a shuffled pass over the split that goes on across rounds.
+
+        Batch number i = round * iterations + t is batch i mod B of pass i div B, so no iterator has to be remembered.
+        """
+        indices = self._indices(phase.split)
+        in_pass = -(-len(indices) // phase.batch_size)
+        shuffled, shuffled_for = indices, -1
+        for t in range(phase.iterations):
+            number, within = divmod(self.round * phase.iterations + t, in_pass)
+            if number != shuffled_for:
+                order = torch.randperm(len(indices), generator=generator(self.seed, "epoch", self.id, number))
+                shuffled, shuffled_for = indices[order.numpy()], number
+            start = within * phase.batch_size
+            yield self._batch(shuffled[start : start + phase.batch_size], phase.split)
+
+    def _batch(self, indices: NDArray[np.int64], split: Split) -> Batch:
+        angle = 0.0 if split == "public" else float(self.federation.training.angles[self.id])
+        x = self.inputs.x(indices, angle)
+        y = torch.zeros(len(x), dtype=torch.int64, device=x.device) if split == "public" else self.inputs.y(indices)
+        return Batch(x, y, torch.ones(len(x), device=x.device))
+
+    def _indices(self, split: Split) -> NDArray[np.int64]:
+        if split == "public":
+            return self.federation.public
+        clients = self.federation.training
+        return clients.train(self.id) if split == "train" else clients.validation(self.id)
+
+
+def newcomer(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:
+    """A new client's inputs. Its labels stay here: a personalizer's client has no place for them."""
+    indices = federation.new.all(client)
+    return Unlabelled(client, inputs.x(indices, float(federation.new.angles[client])), seed)
+
+
+def validation_client(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:
+    """A training client's validation inputs, as unlabelled as a newcomer's."""
+    indices = federation.training.validation(client)
+    return Unlabelled(client, inputs.x(indices, float(federation.training.angles[client])), seed)

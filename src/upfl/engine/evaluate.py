@@ -1,0 +1,88 @@
+"""Scoring: personalize on a client's unlabelled data, compare with the labels afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import newcomer, validation_client
+from upfl.engine.group import Group
+from upfl.personalize.base import Personalized, Personalizer
+from upfl.state import State
+from upfl.training.base import Published
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Correct predictions of each client, with its size, for one personalizer."""
+
+    training: Tensor  # [clients, 3]: correct before, correct after, samples of the validation split
+    new: Tensor  # [clients, 3]: the same for a new client's data
+    steps: Tensor  # [clients]: adaptation steps behind each new client's model
+
+    @property
+    def validation(self) -> float:
+        return percent(self.training[:, 1], self.training[:, 2])
+
+    @property
+    def test(self) -> float:
+        return percent(self.new[:, 1], self.new[:, 2])
+
+    @property
+    def before(self) -> float:
+        return percent(self.new[:, 0], self.new[:, 2])
+
+    @property
+    def mean_steps(self) -> float:
+        scored = self.new[:, 2] > 0
+        return int(self.steps[scored].sum()) / max(int(scored.sum()), 1)
+
+
+def percent(correct: Tensor, samples: Tensor) -> float:
+    """Accuracy over the samples of all clients."""
+    return 100 * int(correct.sum()) / max(int(samples.sum()), 1)
+
+
+def evaluate(
+    federation: Federation,
+    inputs: Inputs,
+    personalizer: Personalizer[Any],
+    published: Published,
+    seed: int,
+    group: Group,
+    memory: Callable[[int], State | None] = lambda client: None,
+    limit: int | None = None,
+) -> Scores:
+    """Score a personalizer on every client (or the first `limit` of each kind), shared out among the workers."""
+    training = torch.zeros(len(federation.training), 3, dtype=torch.int64)
+    new = torch.zeros(len(federation.new), 3, dtype=torch.int64)
+    steps = torch.zeros(len(federation.new), dtype=torch.int64)
+    jobs = [("training", i) for i in range(min(len(training), limit or len(training)))]
+    jobs += [("new", i) for i in range(min(len(new), limit or len(new)))]
+    validation_sizes = federation.training.sizes() - federation.training.train_counts
+    sizes = [int(validation_sizes[i] if kind == "training" else federation.new.sizes()[i]) for kind, i in jobs]
+    for kind, i in group.share(jobs, sizes):
+        group.check()
+        if kind == "training":
+            indices = federation.training.validation(i)
+            if len(indices):
+                client = validation_client(federation, inputs, seed, i)
+                training[i] = _score(personalizer.personalize(published, client, memory(i)), inputs.y(indices))
+        else:
+            personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, i))
+            new[i] = _score(personalized, inputs.y(federation.new.all(i)))
+            steps[i] = personalized.diary.steps
+    for counts in (training, new, steps):
+        group.sum_(counts)
+    return Scores(training, new, steps)
+
+
+def _score(personalized: Personalized, y: Tensor) -> Tensor:
+    before, after = ((logits.argmax(1) == y).sum() for logits in (personalized.before, personalized.logits))
+    return torch.tensor([int(before), int(after), len(y)])

@@ -1,0 +1,253 @@
+"""The run folder: configuration, metrics, checkpoint, best states, client memory, result.
+
+    config.toml               the run, completely described; `upfl train --config` takes it
+    metrics.jsonl             one object a round
+    checkpoint.safetensors    the server's state and where everything else stands
+    best/round-R.safetensors  what newcomers receive, for rounds at which a row's validation accuracy was best
+    memory/.../C-R.safetensors   client C's memory after round R
+    result.json               the scores
+
+The checkpoint is the commit. It is written under another name, flushed and renamed; whatever else is found in the
+folder counts only as far as the checkpoint says. So a stop at any moment loses at most the rounds since the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from upfl.config import Config
+from upfl.errors import RunError
+from upfl.state import State, contiguous, prefixed, select
+
+FORMAT = 1
+
+
+@dataclass
+class Best:
+    """A row so far: scores in percent at the round with the best validation accuracy, and what else is reported."""
+
+    round: int = 0
+    validation: float = -1.0
+    test: float = -1.0
+    before: float = -1.0  # test accuracy of the model before it was personalized, at the same round
+    test_last: float = -1.0
+    test_best: float = -1.0
+
+
+@dataclass
+class Progress:
+    """All that a run has come to: what a checkpoint holds."""
+
+    server: State
+    round: int = 0  # rounds done
+    metrics_bytes: int = 0
+    left_out: int = 0
+    best: dict[str, Best] = field(default_factory=dict)
+    correct: State = field(default_factory=dict)  # `row.kind`: correct predictions of each client at the best round
+    memory_rounds: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunFolder:
+        if path.exists() and any(path.iterdir()):
+            if (path / "config.toml").exists():
+                raise RunError(
+                    f"{path}: there is a run already; `upfl resume {path}` goes on, --out takes another folder"
+                )
+            raise RunError(f"{path}: the folder is not empty; choose another --out")
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        _write(path / "config.toml", config.to_toml().encode())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "config.toml").is_file():
+            raise RunError(f"{path}: not a run folder (there is no config.toml)")
+        return cls(path)
+
+    def config(self) -> Config:
+        return Config.from_toml(self.path / "config.toml")
+
+    # Metrics
+
+    def append_metrics(self, metrics: dict[str, Any]) -> int:
+        """Add a line; returns the file's length."""
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(json.dumps(metrics).encode() + b"\n")
+            file.flush()
+            return file.tell()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        try:
+            return [json.loads(line) for line in lines]
+        except json.JSONDecodeError as error:
+            raise RunError(
+                f"{path}: line {len(lines)} is damaged ({error}); `upfl resume` mends an unfinished run"
+            ) from error
+
+    # Checkpoint
+
+    def save(self, progress: Progress) -> None:
+        """Commit: from here on this is what a resumed run starts from."""
+        _sync(self.path / "metrics.jsonl")
+        facts = {
+            "format": FORMAT,
+            "round": progress.round,
+            "metrics_bytes": progress.metrics_bytes,
+            "left_out": progress.left_out,
+            "best": {row: asdict(best) for row, best in progress.best.items()},
+        }
+        tensors = prefixed("server", progress.server) | prefixed("correct", progress.correct)
+        if len(progress.memory_rounds):
+            tensors["memory_rounds"] = progress.memory_rounds
+        _save_state(self.path / "checkpoint.safetensors", tensors, {"upfl": json.dumps(facts)})
+        self._remove(best for best in self._best_files() if best.stem not in _best_names(progress))
+
+    def load(self, device: torch.device) -> Progress | None:
+        """Where the run stands; None before its first checkpoint."""
+        path = self.path / "checkpoint.safetensors"
+        if not path.exists():
+            return None
+        tensors, facts = read_state(path)
+        if facts.get("format") != FORMAT:
+            raise RunError(f"{path}: format {facts.get('format')} is not this version's ({FORMAT})")
+        return Progress(
+            server={name: value.to(device) for name, value in select(tensors, "server").items()},
+            round=facts["round"],
+            metrics_bytes=facts["metrics_bytes"],
+            left_out=facts["left_out"],
+            best={row: Best(**best) for row, best in facts["best"].items()},
+            correct=select(tensors, "correct"),
+            memory_rounds=tensors.get("memory_rounds", torch.empty(0, dtype=torch.int64)),
+        )
+
+    def roll_back(self, progress: Progress | None) -> None:
+        """Remove what was written after the checkpoint, by a run that was stopped."""
+        metrics = self.path / "metrics.jsonl"
+        length = progress.metrics_bytes if progress else 0
+        if metrics.exists():
+            if metrics.stat().st_size < length:
+                raise RunError(
+                    f"{metrics}: shorter than the checkpoint says; it was changed, the run cannot be resumed"
+                )
+            os.truncate(metrics, length)
+        elif length:
+            raise RunError(f"{metrics}: missing, the run cannot be resumed")
+        (self.path / "result.json").unlink(missing_ok=True)
+        self._remove(best for best in self._best_files() if not progress or best.stem not in _best_names(progress))
+        rounds = progress.memory_rounds.tolist() if progress else []
+        for file in self.path.glob("memory/*/*"):
+            client, _, round = file.stem.partition("-")
+            committed = client.isdigit() and int(client) < len(rounds) and str(rounds[int(client)]) == round
+            if not (committed and file.suffix == ".safetensors"):
+                file.unlink()
+        for leftover in (*self.path.glob("*.part"), *self.path.glob("best/*.part")):
+            leftover.unlink()
+
+    # Best states
+
+    def save_best(self, published: State, round: int) -> None:
+        (self.path / "best").mkdir(exist_ok=True)
+        _save_state(
+            self.path / "best" / f"round-{round}.safetensors", published, {"upfl": json.dumps({"round": round})}
+        )
+
+    def load_best(self, round: int) -> State:
+        return read_state(self.path / "best" / f"round-{round}.safetensors")[0]
+
+    def _best_files(self) -> list[Path]:
+        return sorted(self.path.glob("best/*.safetensors"))
+
+    # Client memory
+
+    def _memory_file(self, client: int, round: int) -> Path:
+        return self.path / "memory" / str(client // 1000) / f"{client}-{round}.safetensors"
+
+    def save_memory(self, client: int, round: int, memory: State) -> None:
+        path = self._memory_file(client, round)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save_state(path, memory, {})
+
+    def load_memory(self, client: int, round: int, device: torch.device) -> State:
+        return {name: value.to(device) for name, value in read_state(self._memory_file(client, round))[0].items()}
+
+    def remove_memory(self, versions: Iterable[tuple[int, int]]) -> None:
+        self._remove(self._memory_file(client, round) for client, round in versions)
+
+    # Result
+
+    def save_result(self, result: dict[str, Any]) -> None:
+        _write(self.path / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+
+    def result(self) -> dict[str, Any]:
+        path = self.path / "result.json"
+        if not path.exists():
+            raise RunError(f"{self.path}: the run is not finished; go on with `upfl resume {self.path}`")
+        try:
+            result: dict[str, Any] = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise RunError(f"{path}: damaged ({error}); `upfl resume {self.path}` writes it anew") from error
+        return result
+
+    @staticmethod
+    def _remove(files: Iterable[Path]) -> None:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> tuple[State, dict[str, Any]]:
+    """The tensors of a safetensors file, and the facts stored with them."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = json.loads((file.metadata() or {}).get("upfl", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - not a dict
+    except FileNotFoundError as error:
+        raise RunError(f"{path}: missing") from error
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise RunError(f"{path}: damaged ({error})") from error
+
+
+def _best_names(progress: Progress) -> set[str]:
+    return {f"round-{best.round}" for best in progress.best.values()}
+
+
+def _save_state(path: Path, state: State, metadata: dict[str, str]) -> None:
+    part = path.with_name(path.name + ".part")
+    save_file(contiguous({name: value.cpu() for name, value in state.items()}), part, metadata)
+    _sync(part)
+    part.replace(path)
+    _sync(path.parent)
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    _sync(part)
+    part.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Make sure that a file's content, or a folder's names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""Worker processes that train together: one code path, on torch.distributed with gloo.
+
+`upfl train --workers N` starts N - 1 processes beside itself; `torchrun` brings its own. Either way every process
+runs the same rounds on its share of the clients, holds the same server state, and takes part in the same sums. Only
+tensor collectives are used: the object collectives would pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from upfl.errors import RunError
+
+T = TypeVar("T")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+TIMEOUT = timedelta(days=7)  # a round may take as long as it takes; a dead peer is noticed by its closed connection
+
+
+class Group:
+    """This process's place among the workers."""
+
+    def __init__(self, rank: int = 0, size: int = 1, children: Sequence[Child] = ()) -> None:
+        self.rank, self.size, self.children = rank, size, children
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Sequence[T], cost: Sequence[int] | None = None) -> list[T]:
+        """This worker's part of the items: dealt out, the costly ones first."""
+        order = sorted(range(len(items)), key=lambda i: -cost[i]) if cost is not None else range(len(items))
+        return [items[i] for i in list(order)[self.rank :: self.size]]
+
+    def sum_(self, values: Tensor) -> None:
+        """Sum integers over all workers, in place."""
+        assert values.dtype == torch.int64, "floating-point sums would depend on the number of workers"
+        if self.size > 1:
+            with self._naming_the_dead():
+                dist.all_reduce(values)
+
+    def barrier(self) -> None:
+        self.sum_(torch.zeros(1, dtype=torch.int64))
+
+    def check(self) -> None:
+        """Raise if a worker that this process started has died."""
+        for child in self.children:
+            child.check()
+
+    @contextmanager
+    def _naming_the_dead(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            for child in self.children:
+                child.check(wait=5)
+            raise RunError(f"the connection to another worker broke: {error}") from error
+
+
+class Child:
+    """A worker process that this one started."""
+
+    def __init__(self, rank: int, command: list[str], log: Path) -> None:
+        self.rank, self.log = rank, log
+        with log.open("wb") as output:
+            # The pipe's other end closes when this process ends, however it ends: the worker's sign to end, too.
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
+
+    def check(self, wait: float | None = None) -> None:
+        try:
+            code = self.process.wait(wait) if wait else self.process.poll()
+        except subprocess.TimeoutExpired:
+            return
+        if code is None or code == 0:
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-12:])
+        last_words = f"; its last words:\n{last}" if last else ""
+        raise RunError(f"worker {self.rank} (process {self.process.pid}) {how}{last_words}")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def workers(size: int, command: Sequence[str]) -> Iterator[Group]:
+    """This process and size - 1 others that it starts with `command`, on this machine, over the loopback interface."""
+    if size == 1:
+        yield Group()
+        return
+    with tempfile.TemporaryDirectory(prefix="upfl-workers-") as folder:  # private: mode 0700
+        store = Path(folder) / "rendezvous"
+        worker = [sys.executable, "-m", "upfl.engine.worker"]
+        children = [
+            Child(rank, [*worker, str(rank), str(size), str(store), *command], Path(folder) / f"worker-{rank}.log")
+            for rank in range(1, size)
+        ]
+        try:
+            yield join(0, size, store, children)
+            for child in children:
+                child.check(wait=60)
+        finally:
+            for child in children:
+                child.stop()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def join(rank: int, size: int, store: Path, children: Sequence[Child] = ()) -> Group:
+    """Meet the other workers of this machine at a file that only this user can read."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    Path(f"{store}-{rank}").touch()
+    # Wait here, not in gloo, which would wait for a worker that died at its start until the time-out.
+    while not all(Path(f"{store}-{other}").exists() for other in range(size)):
+        for child in children:
+            child.check()
+        time.sleep(0.02)
+    dist.init_process_group("gloo", store=FileStore(str(store), size), rank=rank, world_size=size, timeout=TIMEOUT)
+    return Group(rank, size, children)
+
+
+@contextmanager
+def torchrun_group() -> Iterator[Group]:
+    """The group that torchrun started this process in."""
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        yield Group(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended, by whatever cause."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+
+    def wait() -> None:
+        os.read(0, 1)  # returns when the other end is closed; a buffered read would block the interpreter's end
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,313 @@
+"""The rounds: deal the clients out, train, sum, aggregate, evaluate, commit."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from upfl import data
+from upfl.config import Config
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
+from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.folder import Best, Progress, RunFolder
+from upfl.engine.group import Group
+from upfl.errors import BadClientError, ConfigError, RunError
+from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
+from upfl.personalize.base import Personalizer
+from upfl.randomness import generator
+from upfl.state import State, byte_size
+from upfl.training.base import Published, Task, Training
+
+LOSS = "engine.loss"  # the engine's own entry in the sum
+LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
+
+
+class Observer(Protocol):
+    """Who watches a run: a progress bar, a tracker, a test."""
+
+    def begin(self, run: Engine) -> None: ...
+
+    def stage(self, what: str) -> None: ...
+
+    def round(self, metrics: dict[str, Any]) -> None: ...
+
+
+class Engine:
+    """A run at work in one worker. Every worker has one, with the same server state in it."""
+
+    def __init__(self, folder: RunFolder, group: Group, config: Config | None = None) -> None:
+        self.folder, self.group = folder, group
+        self.config = config or folder.config()
+        self.device = checked_device(self.config.device)
+        self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device)
+        self.clients = len(self.federation.training)
+        self.progress = Progress(server={})
+        self._superseded: list[tuple[int, int]] = []
+
+    def run(self, observer: Observer | None = None) -> None:
+        """From wherever the run stands to its end."""
+        with one_thread(), torch.no_grad():
+            self._start()
+            if observer:
+                observer.begin(self)
+            total = FixedPointSum(self._upload_like(), self.clients, self.training.scales)
+            while self.progress.round < self.config.rounds:
+                metrics = self._round(total, observer)
+                if self.group.leads:
+                    self._record(metrics)
+                if observer:
+                    observer.round(metrics)
+            if self.group.leads:
+                self.folder.save_result(self.result())
+            self.group.barrier()
+
+    def _start(self) -> None:
+        found = self.folder.load(self.device)
+        self.group.barrier()
+        if self.group.leads:
+            self.folder.roll_back(found)
+        self.group.barrier()
+        if found is None:
+            server = self.training.init(generator(self.config.seed, "init"))
+            found = Progress({name: value.to(self.device) for name, value in server.items()})
+        if self.training.remembers and not len(found.memory_rounds):
+            found.memory_rounds = torch.full((self.clients,), -1)
+        self.progress = found
+
+    def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
+        started, round, progress = time.perf_counter(), self.progress.round, self.progress
+        participants = self.participants(round)
+        failures = torch.zeros(len(participants), dtype=torch.int64)
+        total.reset(len(participants))
+        if observer:
+            observer.stage("training")
+        for position, client in self.group.share(list(enumerate(participants))):
+            self.group.check()
+            failures[position] = self._train_client(client, round, total)
+        self.group.sum_(total.buffer)
+        self.group.sum_(failures)
+        total.merged()
+        left_out = [
+            {"client": client, "reason": LEFT_OUT[int(code)]}
+            for client, code in zip(participants, failures, strict=True)
+            if code
+        ]
+        if not total.count:
+            raise RunError(
+                f"round {round + 1}: every one of the {len(participants)} clients had to be left out "
+                f"(the first: {left_out[0]['reason']}); the checkpoint holds round {progress.round}. "
+                "A lower learning rate is the usual cure"
+            )
+        progress.server = self.training.aggregate(progress.server, total, round)
+        progress.round = round + 1
+        progress.left_out += len(left_out)
+        self._commit_memory(participants, failures, round)
+        metrics: dict[str, Any] = {
+            "round": progress.round,
+            "clients": total.count,
+            "left_out": left_out,
+            "loss": float(total[LOSS]) / total.count,
+            "train_s": time.perf_counter() - started,
+        }
+        if progress.round % self.config.evaluate_every == 0 or progress.round == self.config.rounds:
+            metrics |= self._evaluate(observer)
+        return metrics | {"round_s": time.perf_counter() - started}
+
+    def participants(self, round: int) -> list[int]:
+        count = self.config.participants(self.clients)
+        if count == self.clients:
+            return list(range(self.clients))
+        chosen = torch.randperm(self.clients, generator=generator(self.config.seed, "participants", round))[:count]
+        return sorted(chosen.tolist())
+
+    def _train_client(self, id: int, round: int, total: FixedPointSum) -> int:
+        """Train one client and add what it sends to the sum; returns 0, or the reason why it was left out."""
+        client, training = self._client(id, round), self.training
+        carry = training.begin(self.progress.server, self.memory(id, round), client)
+        losses = torch.zeros((), dtype=torch.float64)
+        steps = 0
+        for phase in training.phases(round):
+            for batch in client.phase(phase):
+                carry, loss = phase.step(carry, batch, round)
+                losses += loss.detach().cpu()
+                steps += 1
+        if not losses.isfinite():
+            return 1
+        up, memory = training.finish(self.progress.server, carry, client)
+        try:
+            total.add(up | {LOSS: losses / steps})
+        except BadClientError:
+            return 2
+        if training.remembers:
+            self.folder.save_memory(id, round, memory)
+        return 0
+
+    def memory(self, id: int, round: int) -> State:
+        if not self.training.remembers:
+            return {}
+        version = int(self.progress.memory_rounds[id])
+        if version >= 0:
+            return self.folder.load_memory(id, version, self.device)
+        return self.training.memory(self._client(id, round))
+
+    def _commit_memory(self, participants: list[int], failures: Tensor, round: int) -> None:
+        if not self.training.remembers:
+            return
+        for client, code in zip(participants, failures, strict=True):
+            if not code:
+                if (old := int(self.progress.memory_rounds[client])) >= 0:
+                    self._superseded.append((client, old))
+                self.progress.memory_rounds[client] = round
+
+    def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
+        started, progress = time.perf_counter(), self.progress
+        published = Published(self.training.publish(progress.server), progress.round)
+        improved, rows = False, {}
+        for name, personalizer in self.personalizers.items():
+            row = row_name(self.training.name, name)
+            if observer:
+                observer.stage(f"scoring {row}")
+            scores = evaluate(
+                self.federation,
+                self.inputs,
+                personalizer,
+                published,
+                self.config.seed,
+                self.group,
+                lambda id: self.memory(id, progress.round) if self.training.remembers else None,
+                self.config.evaluate_clients,
+            )
+            rows[row] = {
+                "validation": scores.validation,
+                "test": scores.test,
+                "test_before": scores.before,
+                "steps": scores.mean_steps,
+            }
+            improved |= self._keep_best(row, scores)
+        if improved and self.group.leads:
+            self.folder.save_best(published.state, progress.round)
+        return {"rows": rows, "evaluate_s": time.perf_counter() - started}
+
+    def _keep_best(self, row: str, scores: Scores) -> bool:
+        best = self.progress.best.setdefault(row, Best())
+        best.test_last = scores.test
+        best.test_best = max(best.test_best, scores.test)
+        if scores.validation <= best.validation:
+            return False
+        best.round, best.validation, best.test = self.progress.round, scores.validation, scores.test
+        best.before = scores.before
+        self.progress.correct |= {f"{row}.training": scores.training, f"{row}.new": scores.new}
+        return True
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        progress = self.progress
+        progress.metrics_bytes = self.folder.append_metrics(metrics)
+        if progress.round % self.config.checkpoint_every == 0 or progress.round == self.config.rounds:
+            self.folder.save(progress)
+            self.folder.remove_memory(self._superseded)
+            self._superseded.clear()
+
+    def result(self) -> dict[str, Any]:
+        """The scores, as `result.json` has them."""
+        rows = []
+        for row, best in self.progress.best.items():
+            clients = [
+                {"client": i, "kind": kind, "accuracy": 100 * after / size, "before": 100 * before / size, "size": size}
+                for kind in ("training", "new")
+                for i, (before, after, size) in enumerate(self.progress.correct[f"{row}.{kind}"].tolist())
+                if size
+            ]
+            rows.append(
+                {
+                    "row": row,
+                    "validation": best.validation,
+                    "test": best.test,
+                    "test_before": best.before,
+                    "test_last": best.test_last,
+                    "test_best": best.test_best,
+                    "best_round": best.round,
+                    "clients": clients,
+                }
+            )
+        return {
+            "method": self.config.method,
+            "dataset": self.config.dataset,
+            "seed": self.config.seed,
+            "partition_seed": self.config.partition_seed,
+            "rounds": self.progress.round,
+            "left_out": self.progress.left_out,
+            "notes": list(self.federation.notes),
+            "rows": rows,
+        }
+
+    def _client(self, id: int, round: int) -> LocalClient:
+        return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
+
+    def _upload_like(self) -> State:
+        """What a client sends, by name, shape and type: that of a client that has not trained."""
+        client, server = self._client(0, 0), self.progress.server
+        up, _ = self.training.finish(server, self.training.begin(server, self.training.memory(client), client), client)
+        return up | {LOSS: torch.zeros((), dtype=torch.float64)}
+
+    @property
+    def bytes_per_client(self) -> tuple[int, int]:
+        """(down, up) in a round."""
+        return byte_size(self.progress.server), byte_size(self._upload_like())
+
+
+def assemble(
+    config: Config, device: torch.device, source: data.Source | None = None
+) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
+    """What a configuration describes, as objects."""
+    source = source or data.load(config.dataset)
+    federation = data.build_federation(source, config.partition, config.partition_seed)
+    shape, classes = source.images.shape[1:], len(source.class_names)
+    model = config.model.build((shape[0], shape[1], shape[2]), classes)
+    task = Task(model, classes, len(federation.training))
+    training = training_class(config.training_name)(task, config.training_hyper())
+    personalizers = {
+        name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
+        for name, values in config.personalize.items()
+    }
+    return federation, Inputs(source, device), training, personalizers
+
+
+def checked_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{name}' cannot be used on this machine: {reason}. Take --device cpu") from error
+    return device
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread a worker: the only way to the same bits for any number of workers, and the fastest here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse freed blocks: a step's tensors would be mapped and zeroed anew by the kernel each time."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD

@@ -1,0 +1,90 @@
+"""The table: a row of the paper is a training algorithm paired with a personalizer.
+
+To add a method, write its file in `training/` or `personalize/` and enter it here: the command line, the engine and the
+conformance tests take it from this table.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from upfl.errors import ConfigError
+from upfl.personalize.base import Personalizer
+from upfl.personalize.fedtta import EarlyStopped, OneStep
+from upfl.personalize.nothing import Nothing
+from upfl.personalize.tent import Tent
+from upfl.suggest import unknown
+from upfl.training.base import Training
+from upfl.training.fedavg import FedAvg
+from upfl.training.fedtta import FedTTA, FedTTAProx
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row: what it is called, what trains it, what personalizes it."""
+
+    row: str
+    title: str
+    training: str
+    personalizer: str
+    summary: str
+
+
+ROWS = (
+    Method("fedavg", "FedAvg", "fedavg", "none", "local SGD, mean of the changes"),
+    Method("tent", "TENT", "fedavg", "tent", "FedAvg, then a step down the entropy of the newcomer's predictions"),
+    Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
+    Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
+    Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
+)
+
+TRAININGS: dict[str, type[Training[Any]]] = {training.name: training for training in (FedAvg, FedTTA, FedTTAProx)}
+PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
+    personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent)
+}
+
+
+def resolve(name: str) -> tuple[str, tuple[str, ...]]:
+    """The training behind a row's or a training's name, and the personalizers that it is scored under."""
+    for method in ROWS:
+        if method.row == name:
+            return method.training, (method.personalizer,)
+    if name in TRAININGS:
+        return name, tuple(method.personalizer for method in ROWS if method.training == name) or ("none",)
+    raise unknown("method", name, dict.fromkeys([*(method.row for method in ROWS), *TRAININGS]))
+
+
+def training_class(name: str) -> type[Training[Any]]:
+    if name not in TRAININGS:
+        raise unknown("training", name, TRAININGS)
+    return TRAININGS[name]
+
+
+def personalizer_class(name: str) -> type[Personalizer[Any]]:
+    if name not in PERSONALIZERS:
+        raise unknown("personalizer", name, PERSONALIZERS)
+    return PERSONALIZERS[name]
+
+
+def make_personalizer(name: str, training: Training[Any], hyper: Any) -> Personalizer[Any]:
+    personalizer = personalizer_class(name)
+    if reason := personalizer.why_not(training):
+        raise ConfigError(f"personalizer '{name}' does not fit training '{training.name}': {reason}")
+    return personalizer(training, hyper)
+
+
+def row_name(training: str, personalizer: str) -> str:
+    """The row's name where the table pairs the two, else both names: `fedtta+none`."""
+    for method in ROWS:
+        if (method.training, method.personalizer) == (training, personalizer):
+            return method.row
+    return f"{training}+{personalizer}"
+
+
+def row_title(row: str) -> str:
+    for method in ROWS:
+        if method.row == row:
+            return method.title
+    training, _, personalizer = row.partition("+")
+    if training in TRAININGS and personalizer in PERSONALIZERS:
+        return f"{TRAININGS[training].title} + {PERSONALIZERS[personalizer].title}"
+    return row

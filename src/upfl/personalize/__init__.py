@@ -1,0 +1,1 @@
+"""Personalizers, one file each, and the contract they share (`base`)."""

@@ -1,0 +1,21 @@
+"""No personalization: the model as it is published. The row of every method that only trains."""
+
+from upfl.personalize.base import Diary, Personalized, Personalizer, Unlabelled, all_logits, entropy
+from upfl.state import State
+from upfl.training.base import Hyper, Published
+
+
+class NothingHyper(Hyper):
+    pass
+
+
+class Nothing(Personalizer[NothingHyper]):
+    name = "none"
+    title = "none"
+    Hyper = NothingHyper
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        start = self.training.start(published, memory)
+        logits = all_logits(start.logits, start.params, client.x)
+        diary = Diary(entropy=[entropy(logits).mean().item()], decision="the published model, unchanged")
+        return Personalized(logits, logits, lambda x: all_logits(start.logits, start.params, x), diary)

@@ -1,0 +1,82 @@
+"""Entropy minimisation (TENT): Wang et al., Tent: Fully Test-Time Adaptation by Entropy Minimization, ICLR 2021.
+
+    psi <- psi - lr * (clip(grad mean_j H(softmax f(x_j; psi))) + weight_decay * psi)       H in bits
+
+on all of the client's data, at the training's decayed learning rate.
+
+Settled: one step and the entropy in bits (authors' code of UPFL: log2, 1.44 times the gradient in nats). The original
+adapts only the affine parameters of normalisation layers, which the paper's models do not have; `parameters` chooses
+`all`, the `last` layer, or those of normalisation layers (`norm`).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field
+
+from upfl.errors import ConfigError
+from upfl.personalize.base import (
+    Diary,
+    Personalized,
+    Personalizer,
+    Unlabelled,
+    all_logits,
+    entropy,
+    summed_gradient,
+)
+from upfl.state import State
+from upfl.training.base import Hyper, Published, Training
+from upfl.training.local import sgd_
+
+
+class TentHyper(Hyper):
+    steps: int = Field(1, ge=0)
+    lr: float | None = Field(None, gt=0, description="by default the training's learning rate, decayed")
+    weight_decay: float = Field(1e-4, ge=0)
+    clip: float = Field(10.0, gt=0)
+    parameters: Literal["all", "last", "norm"] = "all"
+
+
+class Tent(Personalizer[TentHyper]):
+    name = "tent"
+    title = "entropy minimisation"
+    Hyper = TentHyper
+
+    def __init__(self, training: Training[Any], hyper: TentHyper) -> None:
+        super().__init__(training, hyper)
+        if not _chosen(training.model.shapes, hyper.parameters):
+            raise ConfigError("tent.parameters = 'norm': the model has no normalisation layers; take 'all' or 'last'")
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        hyper, start = self.hyper, self.training.start(published, memory)
+        lr = self.training.local_rate(published.round) if hyper.lr is None else hyper.lr
+        psi = {name: value.clone() for name, value in start.params.items()}
+        adapted = {name: psi[name] for name in _chosen(psi, hyper.parameters)}
+        diary = Diary(steps=hyper.steps, decision=f"{hyper.steps} step(s) down the entropy, as configured")
+        before = None
+        for _ in range(hyper.steps):
+            logits, total, gradient = summed_gradient(entropy, start.logits, psi, client.x)
+            before = logits if before is None else before
+            diary.entropy.append(total.item() / len(client.x))
+            diary.loss.append(diary.entropy[-1] / math.log(2))
+            in_bits = {name: gradient[name] / (len(client.x) * math.log(2)) for name in adapted}
+            sgd_(adapted, in_bits, lr, hyper.weight_decay, hyper.clip)
+        logits = all_logits(start.logits, psi, client.x)
+        diary.entropy.append(entropy(logits).mean().item())
+        diary.loss.append(diary.entropy[-1] / math.log(2))
+        return Personalized(
+            logits if before is None else before, logits, lambda x: all_logits(start.logits, psi, x), diary
+        )
+
+
+def _chosen(psi: Iterable[str], which: str) -> list[str]:
+    if which == "all":
+        return list(psi)
+    if which == "last":
+        return [name for name in psi if _layer(name) == _layer(list(psi)[-1])]
+    return [name for name in psi if "norm" in name]
+
+
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

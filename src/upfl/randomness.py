@@ -1,0 +1,20 @@
+"""Random numbers by name: a generator follows from what it is for, never from what was drawn before it.
+
+So a run's numbers do not depend on the number of workers, on who trains which client, or on where a run was resumed.
+"""
+
+import hashlib
+
+import torch
+
+Key = int | str
+
+
+def generator(*key: Key) -> torch.Generator:
+    """A CPU generator that is a function of the key alone, e.g. `generator(seed, "epoch", client, 3)`."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def seed_of(*key: Key) -> int:
+    """63 bits of a hash of the key; distinct keys (1 and "1" too) give unrelated seeds."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,37 @@
+"""State: a flat dict of named tensors. One safetensors file, one message, one sum."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def select(state: State, prefix: str) -> State:
+    """The entries below a prefix, without it: select(state, "psi") has `fc1.weight` for `psi.fc1.weight`."""
+    start = len(prefix) + 1
+    return {name[start:]: value for name, value in state.items() if name.startswith(f"{prefix}.")}
+
+
+def prefixed(prefix: str, state: State) -> State:
+    return {f"{prefix}.{name}": value for name, value in state.items()}
+
+
+def contiguous(state: State) -> State:
+    return {name: value.detach().contiguous() for name, value in state.items()}
+
+
+def to_device(state: State, device: torch.device) -> State:
+    return {name: value.to(device) for name, value in state.items()}
+
+
+def norm(values: Iterable[Tensor]) -> Tensor:
+    """The l2 norm of all values together."""
+    norms: tuple[Tensor, ...] = torch._foreach_norm(tuple(values))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def byte_size(state: State) -> int:
+    return sum(value.numel() * value.element_size() for value in state.values())

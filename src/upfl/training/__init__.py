@@ -1,0 +1,1 @@
+"""Training algorithms, one file each, and the contract they share (`base`)."""

@@ -1,0 +1,214 @@
+"""The contract of a training algorithm: pure functions over named tensors.
+
+A round of a training is a fold over its clients. For each client that takes part:
+
+    carry = begin(server, memory, client)          what the client works on
+    carry, loss = step(carry, batch, round)        once for each batch of each phase
+    up, memory = finish(server, carry, client)     what goes up, what the client keeps
+
+and then, once, `server = aggregate(server, total, round)`, where `total` is the sum of what went up. The sum is all the
+server ever sees of the clients, so partial sums can be formed anywhere and merged in any order. A client that is left
+out changes neither the sum nor its memory.
+
+`step` does no I/O, keeps no state of its own and has no Python branch that depends on data, so it can be vectorized
+over clients. It may change the tensors of the carry in place: `begin` makes them the client's own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from upfl.models import Model
+from upfl.state import State, contiguous, prefixed, select
+
+Split = Literal["train", "validation", "public"]
+
+
+class Hyper(BaseModel):
+    """Hyper-parameters, beside the method that uses them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LocalHyper(Hyper):
+    """What all local training by SGD has in common."""
+
+    iterations: int = Field(20, ge=1, description="local iterations a round")
+    batch_size: int = Field(64, ge=1)
+    weight_decay: float = Field(1e-4, ge=0)
+    clip: float = Field(10.0, gt=0, description="largest gradient norm of each model")
+    decay: float = Field(0.99, gt=0, le=1, description="factor on every learning rate for ten rounds")
+    aggregation: Literal["uniform", "samples"] = Field("uniform", description="a client's weight in the mean")
+
+    def rate(self, rate: float, round: int) -> float:
+        """A learning rate after `round` rounds."""
+        return rate * float(self.decay ** (round / 10))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of a client's samples; samples with mask 0 are padding and must not count."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned: the model, and the number of training clients that exist."""
+
+    model: Model
+    classes: int
+    clients: int
+
+
+class Client(Protocol):
+    """A training client as its own local code sees it."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def count(self) -> int:
+        """The number of samples in its train split."""
+
+    def generator(self, purpose: str) -> torch.Generator: ...
+
+    def batches(self, split: Split, size: int) -> Iterator[Batch]:
+        """One pass over a split, in order."""
+
+
+Step = Callable[[State, Batch, int], tuple[State, Tensor]]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a client's round: so many batches of a split, each given to `step`."""
+
+    step: Step
+    iterations: int
+    batch_size: int
+    split: Split = "train"
+
+
+class Total(Mapping[str, Tensor]):
+    """The sum of what the clients sent, and how many they were."""
+
+    count: int
+
+    @abstractmethod
+    def mean(self, name: str) -> Tensor:
+        """The entry divided by the sum of the entry `weight`."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a trained federation hands to newcomers: named tensors, and the rounds that led to them."""
+
+    state: State
+    round: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model a client has before it personalizes: parameters, and logits as a differentiable function of them."""
+
+    params: State
+    logits: Callable[[State, Tensor], Tensor]
+
+
+H = TypeVar("H", bound=Hyper)
+
+
+class Training(ABC, Generic[H]):
+    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Hyper: ClassVar[type[Any]]
+    adaptation: Model | None = None  # g, where the training learns one
+    remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
+    scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
+
+    def __init__(self, task: Task, hyper: H) -> None:
+        self.task = task
+        self.model = task.model
+        self.hyper = hyper
+
+    @abstractmethod
+    def init(self, generator: torch.Generator) -> State:
+        """The server's state before the first round."""
+
+    def memory(self, client: Client) -> State:
+        """What a client remembers before it first takes part: a function of the seed and the client."""
+        return {}
+
+    @abstractmethod
+    def phases(self, round: int) -> tuple[Phase, ...]: ...
+
+    @abstractmethod
+    def begin(self, server: State, memory: State, client: Client) -> State: ...
+
+    @abstractmethod
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        """(what goes up, what the client keeps)"""
+
+    @abstractmethod
+    def aggregate(self, server: State, total: Total, round: int) -> State: ...
+
+    def publish(self, server: State) -> State:
+        """What newcomers receive."""
+        return server
+
+    @abstractmethod
+    def start(self, published: Published, memory: State | None) -> Start:
+        """The model before personalization: of a newcomer (no memory) or of a training client (its own)."""
+
+    @abstractmethod
+    def local_rate(self, round: int) -> float:
+        """The learning rate of local training, for personalizers that take it over."""
+
+
+L = TypeVar("L", bound=LocalHyper)
+
+
+class LocalTraining(Training[L]):
+    """Clients start from the server's models, train locally, send the change; the server adds the mean change.
+
+    psi, and phi where there is one, live in the state under these names.
+    """
+
+    def init(self, generator: torch.Generator) -> State:
+        return prefixed("psi", self.model.init(generator))
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size),)
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        return self.model.layout({name: value.clone() for name, value in server.items()})
+
+    @abstractmethod
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        """One local step: the new carry and the batch's loss."""
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        weight = client.count if self.hyper.aggregation == "samples" else 1
+        change = {name: (carry[name] - value).mul_(weight) for name, value in server.items()}
+        return contiguous(change) | {"weight": torch.tensor(float(weight))}, {}
+
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        return {name: value + total.mean(name).to(value) for name, value in server.items()}
+
+    def start(self, published: Published, memory: State | None) -> Start:
+        return Start(self.model.layout(select(published.state, "psi")), self.model.apply)

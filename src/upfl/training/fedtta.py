@@ -1,0 +1,141 @@
+"""FedTTA and FedTTA-Prox: Ye et al., UPFL: Unsupervised Personalized Federated Learning towards New Clients.
+
+Clients meta-learn a prediction model f(.; psi) and an adaptation model g(.; phi) such that one unsupervised step guided
+by g makes f fit the client. On a batch (X, Y):
+
+    Z    = f(X; psi),   l_per = ||g(Z; phi)||_2
+    psi~ = psi - inner_lr * (grad_psi l_per + weight_decay * psi)
+    L    = CE(f(X; psi~), Y)  [+ mu * KL(softmax Z || softmax Z.)]            the last term in FedTTA-Prox
+    psi <- psi - outer_lr * clip(grad_psi L),   phi <- phi - adapt_lr * clip(grad_phi L)
+    server: the mean of both
+
+Z. are the logits of the model received at the start of the round. The gradients go through the inner step. With
+v = grad L at psi~, d = -inner_lr * v and u = grad_Z l_per (so that grad_psi l_per = J^T u):
+
+    grad_psi L = (1 - inner_lr * weight_decay) * v + d/dt (J^T u) along d  [+ J^T mu grad_Z KL]
+    grad_phi L = grad_phi <u, J d>
+
+J d is one forward product; both derivatives of <u, J d> through g are one more pass over the small g.
+
+Settled: weight decay in the inner step, no clipping there, phi with momentum 0.9 that restarts every round (authors'
+code); the norm is sqrt(sum s^2 + 1e-12), whose second derivative exists at zero; KL is the mean over samples; the
+authors' code takes the reverse divergence (`kl = "reverse"`). `second_order = false` drops the Hessian term from psi's
+gradient; phi's stays exact.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from upfl.models import adaptation_model
+from upfl.state import State, prefixed, select
+from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Task
+from upfl.training.local import clip_, cross_entropy, sgd_
+
+
+class FedTTAHyper(LocalHyper):
+    inner_lr: float = Field(0.5, ge=0)
+    outer_lr: float = Field(0.3, gt=0)
+    adapt_lr: float = Field(0.01, ge=0)
+    momentum: float = Field(0.9, ge=0, lt=1, description="of phi, restarted every round")
+    adaptation_width: int = Field(32, ge=1, description="hidden units of g")
+    second_order: bool = Field(True, description="psi's gradient through the inner step")
+
+
+class FedTTA(LocalTraining[FedTTAHyper]):
+    name = "fedtta"
+    title = "FedTTA"
+    Hyper = FedTTAHyper
+
+    def __init__(self, task: Task, hyper: FedTTAHyper) -> None:
+        super().__init__(task, hyper)
+        self.g = self.adaptation = adaptation_model(task.classes, hyper.adaptation_width)
+
+    def init(self, generator: torch.Generator) -> State:
+        return super().init(generator) | prefixed("phi", self.g.init(generator))
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        carry = super().begin(server, memory, client)
+        return carry | {f"momentum.{name}": torch.zeros_like(value) for name, value in select(carry, "phi").items()}
+
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        hyper, psi, phi, momentum = self.hyper, select(carry, "psi"), select(carry, "phi"), select(carry, "momentum")
+        inner_lr = hyper.rate(hyper.inner_lr, round)
+        shrink = 1 - inner_lr * hyper.weight_decay
+
+        base = self.model.trace(psi, batch.x)
+        g = self.g.trace(phi, base.output)
+        s = g.output * batch.mask.unsqueeze(1)
+        l_per = (s.square().sum() + 1e-12).sqrt()
+        direction = s / l_per
+        g.backward(direction, inputs=True)
+        inner = base.backward(g.input_gradient)  # u, pulled back
+        psi_tilde = dict(zip(psi, torch._foreach_mul(list(psi.values()), shrink), strict=True))
+        torch._foreach_add_(list(psi_tilde.values()), [inner[name] for name in psi], alpha=-inner_lr)
+
+        personalized = self.model.trace(psi_tilde, batch.x)
+        loss, dz = cross_entropy(personalized.output, batch.y, batch.mask)
+        v = personalized.backward(dz)
+        d = dict(zip(v, torch._foreach_mul(list(v.values()), -inner_lr), strict=True))
+
+        ds = g.tangent(None, base.tangent(d)) * batch.mask.unsqueeze(1)
+        grad_phi = g.backward_tangent((ds - direction * (direction * ds).sum()) / l_per, inputs=True)
+        penalty, dz_penalty = self.penalty(carry, base.output, batch)
+        if hyper.second_order:
+            du = g.input_gradient
+            grad_psi = base.backward_tangent(du if dz_penalty is None else du + dz_penalty)
+            torch._foreach_add_(list(grad_psi.values()), [v[name] for name in grad_psi], alpha=shrink)
+        else:
+            grad_psi = v
+            torch._foreach_mul_(list(grad_psi.values()), shrink)
+            if dz_penalty is not None:
+                through_base = base.backward(dz_penalty)
+                torch._foreach_add_(list(grad_psi.values()), [through_base[name] for name in grad_psi])
+
+        sgd_(psi, grad_psi, hyper.rate(hyper.outer_lr, round), hyper.weight_decay, hyper.clip)
+        self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))
+        return carry, loss + penalty
+
+    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
+        """A term on the base model's logits that is added to the loss, and its gradient there."""
+        return 0.0, None
+
+    def _step_phi(self, phi: State, momentum: State, gradients: State, rate: float) -> None:
+        steps, buffers = [gradients[name] for name in phi], list(momentum.values())
+        clip_(steps, self.hyper.clip)
+        torch._foreach_add_(steps, list(phi.values()), alpha=self.hyper.weight_decay)
+        torch._foreach_mul_(buffers, self.hyper.momentum)
+        torch._foreach_add_(buffers, steps)
+        torch._foreach_add_(list(phi.values()), buffers, alpha=-rate)
+
+    def local_rate(self, round: int) -> float:
+        return self.hyper.rate(self.hyper.outer_lr, round)
+
+
+class FedTTAProxHyper(FedTTAHyper):
+    mu: float = Field(0.01, ge=0, description="weight of the divergence from the received model")
+    kl: Literal["forward", "reverse"] = Field("forward", description="KL(base || received), or the reverse")
+
+
+class FedTTAProx(FedTTA):
+    name = "fedtta-prox"
+    title = "FedTTA-Prox"
+    Hyper = FedTTAProxHyper
+    hyper: FedTTAProxHyper
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        received = self.model.layout(select(server, "psi"))
+        return super().begin(server, memory, client) | prefixed("received", received)
+
+    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
+        weight = (batch.mask / batch.mask.sum()).unsqueeze(1) * self.hyper.mu
+        received = self.model.apply(select(carry, "received"), batch.x).log_softmax(1)
+        base = logits.log_softmax(1)
+        p = base.exp()
+        if self.hyper.kl == "forward":
+            terms = p * (base - received)
+            return (terms * weight).sum(), (terms - p * terms.sum(1, keepdim=True)) * weight
+        target = received.exp()
+        return (target * (received - base) * weight).sum(), (p - target) * weight
