@@ -19,7 +19,7 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
 from upfl.engine.rounds import Engine, Observer, assemble, checked_device
 from upfl.errors import RunError
-from upfl.methods import PERSONALIZERS, make_personalizer, personalizer_class, row_name
+from upfl.methods import PERSONALIZERS, make_personalizer, personalizer_class, plugins, row_name
 from upfl.personalize.base import Personalized, Personalizer, Unlabelled
 from upfl.training.base import Published, Training
 
@@ -44,8 +44,10 @@ def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
             Engine(RunFolder.open(path), group).run(observer if group.leads else None)
     else:
         folder = RunFolder.open(path)
+        if folder.finished:
+            return Run(path)
         engine_size = worker_count(folder.config(), size)
-        with workers(engine_size, [str(path)]) as group:
+        with workers(engine_size, [str(path), *(plugins() if engine_size > 1 else ())]) as group:
             Engine(folder, group).run(observer)
     return Run(path)
 

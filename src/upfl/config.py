@@ -142,6 +142,7 @@ def configure(
     values = _merged(values, {"method": method, "dataset": dataset, "profile": profile})
     for setting in settings:
         _set(values, setting)
+    values["partition"] = default_partition(dataset).revised(values["partition"])
     config: Config = _validated(Config, values, str(file) if file else "the configuration")
     return config
 
@@ -173,7 +174,7 @@ def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> di
     return {
         "rounds": paper()["rounds"][dataset],
         "model": model,
-        "partition": default_partition(dataset).model_dump(mode="json", exclude_none=True),
+        "partition": {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: dict(searched.get(name, {})) for name in personalizers},
     }

@@ -1,9 +1,12 @@
 """The table: a row of the paper is a training algorithm paired with a personalizer.
 
 To add a method, write its file in `training/` or `personalize/` and enter it here: the command line, the engine and the
-conformance tests take it from this table.
+conformance tests take it from this table. A method of one's own, outside this package, is entered with `register`; the
+command line imports the modules that the environment variable UPFL_PLUGINS names.
 """
 
+import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +32,54 @@ class Method:
     summary: str
 
 
-ROWS = (
+ROWS = [
     Method("fedavg", "FedAvg", "fedavg", "none", "local SGD, mean of the changes"),
     Method("tent", "TENT", "fedavg", "tent", "FedAvg, then a step down the entropy of the newcomer's predictions"),
     Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
     Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
     Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
-)
+]
 
 TRAININGS: dict[str, type[Training[Any]]] = {training.name: training for training in (FedAvg, FedTTA, FedTTAProx)}
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent)
 }
+
+
+_plugins: dict[str, None] = {}  # modules that registered something, for worker processes to import
+
+
+def register(
+    *,
+    training: type[Training[Any]] | None = None,
+    personalizer: type[Personalizer[Any]] | None = None,
+    row: Method | None = None,
+) -> None:
+    """Enter a method of one's own. Worker processes import the module that it is defined in."""
+    for kind, table in ((training, TRAININGS), (personalizer, PERSONALIZERS)):
+        if kind is not None:
+            table[kind.name] = kind  # type: ignore[index]
+            _plugins[kind.__module__] = None
+    if row is not None and row not in ROWS:
+        ROWS.append(row)
+
+
+def load_plugins(modules: Iterable[str]) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"plugin '{module}' (UPFL_PLUGINS) cannot be imported: {error}") from error
+
+
+def plugins() -> list[str]:
+    """The modules that a worker process must import to know the same methods."""
+    if "__main__" in _plugins:
+        raise ConfigError(
+            "a method that is defined in the script itself cannot reach worker processes: "
+            "move it to a module of its own, or take workers=1"
+        )
+    return list(_plugins)
 
 
 def resolve(name: str) -> tuple[str, tuple[str, ...]]:

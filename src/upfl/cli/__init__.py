@@ -1,1 +1,69 @@
 """The command line: a thin shell over the library."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from upfl import __version__
+from upfl.cli import data, demo, methods, runs
+from upfl.errors import DataError, RunError, UpflError
+from upfl.methods import load_plugins
+
+app = typer.Typer(
+    name="upfl",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    help="""Unsupervised personalized federated learning: a model of its own for every unlabelled newcomer.
+
+    Start with [bold]upfl demo[/bold]. Exit codes: 0 done, 2 wrong command or configuration, 3 data missing or damaged,
+    4 the run stopped, 130 interrupted (go on with [bold]upfl resume[/bold]).""",
+)
+app.command("demo")(demo.demo)
+app.command("train")(runs.train)
+app.command("resume")(runs.resume)
+app.command("show")(runs.show)
+app.command("methods")(methods.methods)
+app.add_typer(data.app, name="data")
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=lambda on: _version(on)),
+    ] = False,
+) -> None:
+    pass
+
+
+def _version(on: bool) -> None:
+    if on:
+        typer.echo(f"upfl {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; errors that a user can act on are shown as one message."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        load_plugins(name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name)
+        app()
+    except UpflError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {_plain(str(error))}")
+        sys.exit(3 if isinstance(error, DataError) else 4 if isinstance(error, RunError) else 2)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

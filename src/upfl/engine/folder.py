@@ -8,7 +8,8 @@
     result.json               the scores
 
 The checkpoint is the commit. It is written under another name, flushed and renamed; whatever else is found in the
-folder counts only as far as the checkpoint says. So a stop at any moment loses at most the rounds since the last checkpoint.
+folder counts only as far as the checkpoint says. So a stop at any moment loses at most the rounds since the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -192,6 +193,10 @@ class RunFolder:
         self._remove(self._memory_file(client, round) for client, round in versions)
 
     # Result
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "result.json").exists()
 
     def save_result(self, result: dict[str, Any]) -> None:
         _write(self.path / "result.json", (json.dumps(result, indent=1) + "\n").encode())

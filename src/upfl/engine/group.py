@@ -79,7 +79,10 @@ class Child:
         self.rank, self.log = rank, log
         with log.open("wb") as output:
             # The pipe's other end closes when this process ends, however it ends: the worker's sign to end, too.
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # finds what this process finds
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
 
     def check(self, wait: float | None = None) -> None:
         try:

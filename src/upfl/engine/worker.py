@@ -1,4 +1,4 @@
-"""A worker process: `python -m upfl.engine.worker RANK SIZE RENDEZVOUS RUN`, started by `group.workers`."""
+"""A worker process: `python -m upfl.engine.worker RANK SIZE RENDEZVOUS RUN PLUGIN...`, started by `group.workers`."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,12 @@ import torch.distributed as dist
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import end_with_parent, join
 from upfl.engine.rounds import Engine
+from upfl.methods import load_plugins
 
 
-def main(rank: str, size: str, store: str, run: str) -> None:
+def main(rank: str, size: str, store: str, run: str, *plugins: str) -> None:
     end_with_parent()
+    load_plugins(plugins)
     group = join(int(rank), int(size), Path(store))
     Engine(RunFolder.open(Path(run)), group).run()
     dist.destroy_process_group()

@@ -7,9 +7,9 @@ FedTTA takes one step. FedTTA++ takes up to `steps`, looks at the mean entropy o
 it has not fallen for `patience` steps, and keeps the model with the least entropy.
 
 Settled: training takes the norm over a batch of 64, which grows with the square root of the batch, so that the norm
-over all of a newcomer's data would step too far; the authors average the norms of batches of 64. The form above has the same
-scale and does not depend on the order of the samples. 50 steps and the unadapted model as a candidate come from the
-authors' code; the paper's algorithm compares adapted models only (`candidates = "adapted"`).
+over all of a newcomer's data would step too far; the authors average the norms of batches of 64. The form above has the
+same scale and does not depend on the order of the samples. 50 steps and the unadapted model as a candidate come from
+the authors' code; the paper's algorithm compares adapted models only (`candidates = "adapted"`).
 """
 
 import math

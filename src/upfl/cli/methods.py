@@ -1,0 +1,57 @@
+"""`upfl methods`: the table of rows, and what each training and personalizer takes."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from upfl.methods import PERSONALIZERS, ROWS, TRAININGS
+
+
+def methods(
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    hyper: Annotated[bool, typer.Option("--hyper", help="Also every hyper-parameter, with its default.")] = False,
+) -> None:
+    """The methods: rows of the paper's table, each a training paired with a personalizer.
+
+    Example: upfl methods --hyper
+    """
+    if as_json:
+        rows = [
+            {
+                "row": row.row,
+                "title": row.title,
+                "training": row.training,
+                "personalizer": row.personalizer,
+                "summary": row.summary,
+            }
+            for row in ROWS
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    console = Console()
+    table = Table("row", "training", "personalizer", "what it does", title="Methods", title_justify="left")
+    for row in ROWS:
+        table.add_row(f"[bold]{row.row}[/bold]", row.training, row.personalizer, row.summary)
+    console.print(table)
+    console.print(f"Personalizers for --score: {', '.join(PERSONALIZERS)}")
+    if hyper:
+        for title, kinds in (("training", TRAININGS), ("personalizer", PERSONALIZERS)):
+            for name, kind in kinds.items():
+                _show_hyper(console, f"{title} {name}", kind.Hyper)
+
+
+def _show_hyper(console: Console, title: str, hyper: type[BaseModel]) -> None:
+    if not hyper.model_fields:
+        return
+    table = Table("hyper-parameter", "default", "", title=title, title_justify="left")
+    for name, field in hyper.model_fields.items():
+        table.add_row(name, _shown(field.default), field.description or "")
+    console.print(table)
+
+
+def _shown(default: Any) -> str:
+    return "-" if default is None else str(default)

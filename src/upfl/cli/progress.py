@@ -1,0 +1,60 @@
+"""A run as one line that moves: round, loss, accuracies, time left."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from upfl.engine.rounds import Engine
+
+
+class ProgressBar:
+    """An observer that draws a progress bar on standard error."""
+
+    def __init__(self, title: str) -> None:
+        self.console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[stage]}"),
+            console=self.console,
+        )
+        self._task = self._bar.add_task(title, total=None, facts="", stage="loading", start=True)
+        self._loss, self._scores = "", ""
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.update(self._task, stage="" if error is None else "stopped")
+        self._bar.stop()
+
+    def begin(self, run: Engine) -> None:
+        self._bar.update(self._task, total=run.config.rounds, completed=run.progress.round)
+        for note in run.federation.notes if run.progress.round == 0 else ():
+            self.console.print(f"[dim]note: {note}[/dim]")
+
+    def stage(self, what: str) -> None:
+        self._bar.update(self._task, stage=what)
+
+    def round(self, metrics: dict[str, Any]) -> None:
+        self._loss = f"loss {metrics['loss']:.3f}"
+        if rows := metrics.get("rows"):
+            best = max(rows.values(), key=lambda row: row["validation"])
+            self._scores = f"validation {best['validation']:.1f} test {best['test']:.1f}"
+        for client in metrics["left_out"]:
+            self.console.print(
+                f"[yellow]round {metrics['round']}: client {client['client']} left out: {client['reason']}[/yellow]"
+            )
+        self._bar.update(self._task, completed=metrics["round"], facts=f"{self._loss} {self._scores}")

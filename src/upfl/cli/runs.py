@@ -1,0 +1,206 @@
+"""`upfl train`, `upfl resume`, `upfl show`: runs and their results."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from upfl import api
+from upfl.cli.progress import ProgressBar
+from upfl.config import PROFILES, Config, configure
+from upfl.engine.folder import RunFolder
+from upfl.engine.group import under_torchrun
+from upfl.errors import ConfigError, RunError, UpflError
+from upfl.methods import row_title
+
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", "-w", min=1, help="Worker processes; by default one a core.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def train(
+    method: Annotated[str, typer.Argument(help="A row of the table or a training: see `upfl methods`.")],
+    dataset: Annotated[str, typer.Argument(help="A data set: see `upfl data list`.")],
+    profile: Annotated[str | None, typer.Option(help=f"Scale: {', '.join(PROFILES)}.  [default: paper]")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings, such as a run's config.toml.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Initialisation, participation, batches.")] = None,
+    partition_seed: Annotated[int | None, typer.Option(min=0, help="Who holds which samples.")] = None,
+    clients_per_round: Annotated[str | None, typer.Option(help="A number (20) or a fraction (0.4).")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Rounds between evaluations.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Rounds between checkpoints.")] = None,
+    score: Annotated[str | None, typer.Option(help="Further personalizers to score, comma-separated.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Any hyper-parameter: inner_lr=0.3.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
+    workers: Workers = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder.  [default: runs/DATASET-METHOD-...]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a federation and score it on new, unlabelled clients.
+
+    Hyper-parameters are the paper's for the method and the data set, unless set otherwise.
+
+    Examples:
+
+        upfl train fedtta digits --profile lite
+
+        upfl train fedtta mnist --rounds 40 --score none,early-stopped
+
+        upfl train fedavg cifar10 --clients-per-round 20 --set partition.kind=dirichlet --set partition.alpha_new=0.01
+
+        torchrun --nproc-per-node 2 -m upfl train fedavg digits
+    """
+    described = configure(
+        method,
+        dataset,
+        profile=profile,
+        file=config,
+        settings=settings or (),
+        score=[name.strip() for name in score.split(",") if name.strip()] if score else (),
+        rounds=rounds,
+        seed=seed,
+        partition_seed=partition_seed,
+        clients_per_round=_participation(clients_per_round),
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        device=device,
+    )
+    path = out or default_folder(described)
+    with watched(path, f"{described.method} on {described.dataset}", as_json) as observer:
+        run = api.train(described, path, workers=workers, observer=observer)
+    _finish([run], as_json)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run that was stopped, from its last checkpoint, to the same bits as if it had not been.
+
+    Example: upfl resume runs/digits-fedtta-paper-s0
+    """
+    config = RunFolder.open(run).config()
+    with watched(run, f"{config.method} on {config.dataset}", as_json) as observer:
+        resumed = api.resume(run, workers=workers, observer=observer)
+    _finish([resumed], as_json)
+
+
+def show(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
+    as_json: AsJson = False,
+) -> None:
+    """The scores of one or more runs; what cannot be read is named.
+
+    Example: upfl show runs/*
+    """
+    readable, problems = [], []
+    for path in runs:
+        try:
+            run = api.Run(path)
+            run.result  # noqa: B018 - raises for a run that has none
+            readable.append(run)
+        except UpflError as error:
+            problems.append(str(error))
+    if readable or as_json:
+        show_runs(readable, as_json)
+    for problem in problems:
+        Console(stderr=True, soft_wrap=True).print(f"[yellow]left out:[/yellow] {escape(problem)}")
+    if problems and not readable:
+        raise RunError("none of these can be shown")
+
+
+def default_folder(config: Config) -> Path:
+    parts = [config.dataset, config.method, config.profile, f"s{config.seed}"]
+    if config.partition_seed:
+        parts.append(f"p{config.partition_seed}")
+    return Path("runs") / "-".join(parts)
+
+
+@contextmanager
+def watched(path: Path, title: str, quiet: bool) -> Iterator[ProgressBar | None]:
+    """A progress bar around a run, and the way back into it when it is interrupted."""
+    if quiet or (under_torchrun() and os.environ["RANK"] != "0"):
+        yield None
+        return
+    try:
+        with ProgressBar(title) as bar:
+            yield bar
+    except KeyboardInterrupt:
+        Console(stderr=True, soft_wrap=True).print(f"stopped; go on with [bold]upfl resume {path}[/bold]")
+        raise typer.Exit(130) from None
+    except RunError as error:
+        if (path / "checkpoint.safetensors").exists():
+            raise RunError(f"{error}\nThe run can be resumed: upfl resume {path}") from error
+        raise
+
+
+def show_runs(runs: list[api.Run], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([{"run": str(run.path), **run.result} for run in runs], indent=2))
+        return
+    table = Table(title="Accuracy on unlabelled new clients, percent", title_justify="left")
+    for name in ("run", "row"):
+        table.add_column(name, overflow="fold")
+    for name in ("rounds", "validation", "before", "after", "gain", "clients: worst tenth - median - best tenth"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        result = run.result
+        for row in result["rows"]:
+            gain = row["test"] - row["test_before"]
+            table.add_row(
+                run.path.name,
+                row_title(row["row"]),
+                str(result["rounds"]),
+                f"{row['validation']:.2f}",
+                f"{row['test_before']:.2f}",
+                f"[bold]{row['test']:.2f}[/bold]",
+                f"{gain:+.2f}",
+                spread(row),
+            )
+    console = Console()
+    console.print(table)
+    for run in runs:
+        if left_out := run.result["left_out"]:
+            console.print(
+                f"[yellow]{run.path}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]"
+            )
+    console.print(
+        "[dim]before, after: the model before and after personalization, at the round of best validation.[/dim]"
+    )
+
+
+def spread(row: dict[str, Any]) -> str:
+    accuracies = [client["accuracy"] for client in row["clients"] if client["kind"] == "new"]
+    low, middle, high = np.percentile(accuracies, [10, 50, 90])
+    return f"{low:.1f} - {middle:.1f} - {high:.1f}"
+
+
+def _finish(runs: list[api.Run], as_json: bool) -> None:
+    if under_torchrun() and os.environ["RANK"] != "0":
+        return
+    show_runs(runs, as_json)
+    if not as_json:
+        for run in runs:
+            Console().print(f"run folder: {run.path}", soft_wrap=True)
+
+
+def _participation(text: str | None) -> int | float | None:
+    if text is None:
+        return None
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise ConfigError(f"--clients-per-round {text}: give a number (20) or a fraction (0.4)") from None
