@@ -56,10 +56,12 @@ def register(
     row: Method | None = None,
 ) -> None:
     """Enter a method of one's own. Worker processes import the module that it is defined in."""
-    for kind, table in ((training, TRAININGS), (personalizer, PERSONALIZERS)):
-        if kind is not None:
-            table[kind.name] = kind  # type: ignore[index]
-            _plugins[kind.__module__] = None
+    if training is not None:
+        TRAININGS[training.name] = training
+        _plugins[training.__module__] = None
+    if personalizer is not None:
+        PERSONALIZERS[personalizer.name] = personalizer
+        _plugins[personalizer.__module__] = None
     if row is not None and row not in ROWS:
         ROWS.append(row)
 
