@@ -32,7 +32,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 _pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.default
-_threshold_backward = torch.ops.aten.threshold_backward.default
 
 
 @dataclass(frozen=True)
@@ -129,6 +128,15 @@ class Trace:
         """J^T u for the parameters; with `inputs`, also for the input, as `input_gradient`."""
         return self._walk_back(u, inputs, tangent=False)
 
+    def backward_to_input(self, u: Tensor) -> Tensor:
+        """J^T u for the input alone."""
+        g: Tensor | None = u
+        for layer in reversed(self.passes):
+            assert g is not None
+            g = layer.backward(g, None, True)
+        assert g is not None
+        return g
+
     def tangent(self, v: State | None, dx: Tensor | None = None) -> Tensor:
         """The output's change along v (the parameters' tangent) and dx (the input's); None stands still."""
         for layer in self.passes[0 if dx is not None else self._first :]:
@@ -166,8 +174,11 @@ class Pass(Protocol):
 
     y: Tensor
 
-    def backward(self, gy: Tensor, to: State, inputs: bool) -> Tensor | None:
-        """Write the parameters' gradients into `to`; return the input's gradient if `inputs`."""
+    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
+        """Write the parameters' gradients into `to`, if given; return the input's gradient if `inputs`.
+
+        gy may be overwritten by a pass without parameters; one with parameters keeps it for `backward_tangent`.
+        """
 
     def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
         """The output's change along v and dx, where None stands still."""
@@ -192,31 +203,31 @@ class Linear:
 class _LinearPass:
     def __init__(self, weight: str, bias: str, params: State, x: Tensor) -> None:
         self.weight, self.bias = weight, bias
-        self.w, self.x = params[weight], x
-        self.y = F.linear(x, self.w, params[bias])
+        self.w, self.wt, self.x = params[weight], params[weight].t(), x
+        self.y = torch.addmm(params[bias], x, self.wt)
 
-    def backward(self, gy: Tensor, to: State, inputs: bool) -> Tensor | None:
-        self.gy = gy
-        to[self.weight] = gy.t() @ self.x
-        to[self.bias] = gy.sum(0)
-        return gy @ self.w if inputs else None
+    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
+        self.gy, self.gyt = gy, gy.t()
+        if to is not None:
+            to[self.weight] = torch.mm(self.gyt, self.x)
+            to[self.bias] = gy.sum(0)
+        return torch.mm(gy, self.w) if inputs else None
 
     def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
         self.v, self.dx = v, dx
         if v is None:
             assert dx is not None
-            return F.linear(dx, self.w)
-        dy = F.linear(self.x, v[self.weight], v[self.bias])
-        return dy if dx is None else dy.addmm_(dx, self.w.t())
+            return torch.mm(dx, self.wt)
+        dy = torch.addmm(v[self.bias], self.x, v[self.weight].t())
+        return dy if dx is None else dy.addmm_(dx, self.wt)
 
     def backward_tangent(self, dgy: Tensor, to: State, inputs: bool) -> Tensor | None:
-        to[self.weight] = dgy.t() @ self.x
-        if self.dx is not None:
-            to[self.weight].addmm_(self.gy.t(), self.dx)
+        weight = torch.mm(dgy.t(), self.x)
+        to[self.weight] = weight if self.dx is None else weight.addmm_(self.gyt, self.dx)
         to[self.bias] = dgy.sum(0)
         if not inputs:
             return None
-        dgx = dgy @ self.w
+        dgx = torch.mm(dgy, self.w)
         return dgx if self.v is None else dgx.addmm_(self.gy, self.v[self.weight])
 
 
@@ -241,9 +252,11 @@ class _ConvPass:
         self.w, self.x = params[weight], x
         self.y = F.conv2d(x, self.w, params[bias], padding=2)
 
-    def backward(self, gy: Tensor, to: State, inputs: bool) -> Tensor | None:
+    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
         self.gy = gy
-        gx, to[self.weight], to[self.bias] = _conv_gradients(gy, self.x, self.w, inputs, True)
+        gx, weight, bias = _conv_gradients(gy, self.x, self.w, inputs, to is not None)
+        if to is not None:
+            to[self.weight], to[self.bias] = weight, bias
         return gx
 
     def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
@@ -281,7 +294,7 @@ class _PiecewiseLinear:
     def push(self, dx: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def backward(self, gy: Tensor, to: State, inputs: bool) -> Tensor | None:
+    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
         return self.pull(gy) if inputs else None
 
     def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
@@ -303,9 +316,12 @@ class Relu:
 class _ReluPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
         self.y = x.relu()
+        self._open: Tensor | None = None
 
     def pull(self, gy: Tensor) -> Tensor:
-        return _threshold_backward(gy, self.y, 0)  # type: ignore[no-any-return]
+        if self._open is None:
+            self._open = self.y.sign()  # 1 where the rectifier is open, 0 where it is shut
+        return gy.mul_(self._open)
 
     def push(self, dx: Tensor) -> Tensor:
         return self.pull(dx)

@@ -42,7 +42,7 @@ def demo(
     for method, personalizers in TRAININGS.items():
         config = configure(method, "digits", rounds=rounds, seed=seed, score=personalizers, evaluate_every=5)
         path = out / method
-        with watched(path, f"training {method:<11}", quiet=False) as observer:
+        with watched(path, f"{method:<11}", quiet=False) as observer:
             if (path / "config.toml").exists():
                 if api.Run(path).config != config:
                     raise RunError(f"{path}: holds a run with other settings; choose another --out")
@@ -52,7 +52,7 @@ def demo(
     rows = [row for run in runs for row in run.result["rows"]]
     table = Table(title="Accuracy on the 20 new clients' unlabelled data, percent", title_justify="left")
     table.add_column("method")
-    for name in ("before", "after", "gain", "clients: worst tenth - median - best tenth"):
+    for name in ("before", "after", "gain", "clients 10% - median - 90%"):
         table.add_column(name, justify="right")
     for row in rows:
         gain = row["test"] - row["test_before"]

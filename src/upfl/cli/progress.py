@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from upfl.engine.rounds import Engine
 
@@ -16,15 +17,14 @@ class ProgressBar:
 
     def __init__(self, title: str) -> None:
         self.console = Console(stderr=True)
+        wide = self.console.width >= 110
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left"),
-            TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[stage]}"),
+            TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=30 if wide else 8),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=Column(no_wrap=True)),
+            *([TextColumn("[dim]{task.fields[stage]}")] if wide else []),
             console=self.console,
         )
         self._task = self._bar.add_task(title, total=None, facts="", stage="loading", start=True)
@@ -53,6 +53,8 @@ class ProgressBar:
         if rows := metrics.get("rows"):
             best = max(rows.values(), key=lambda row: row["validation"])
             self._scores = f"validation {best['validation']:.1f} test {best['test']:.1f}"
+            if not self.console.is_terminal:  # a log: one line for each evaluation
+                self.console.print(f"round {metrics['round']}: {self._loss} {self._scores}")
         for client in metrics["left_out"]:
             self.console.print(
                 f"[yellow]round {metrics['round']}: client {client['client']} left out: {client['reason']}[/yellow]"

@@ -78,7 +78,7 @@ def train(
         device=device,
     )
     path = out or default_folder(described)
-    with watched(path, f"{described.method} on {described.dataset}", as_json) as observer:
+    with watched(path, f"{described.method}, {described.dataset}", as_json) as observer:
         run = api.train(described, path, workers=workers, observer=observer)
     _finish([run], as_json)
 
@@ -93,7 +93,7 @@ def resume(
     Example: upfl resume runs/digits-fedtta-paper-s0
     """
     config = RunFolder.open(run).config()
-    with watched(run, f"{config.method} on {config.dataset}", as_json) as observer:
+    with watched(run, f"{config.method}, {config.dataset}", as_json) as observer:
         resumed = api.resume(run, workers=workers, observer=observer)
     _finish([resumed], as_json)
 
@@ -154,7 +154,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     table = Table(title="Accuracy on unlabelled new clients, percent", title_justify="left")
     for name in ("run", "row"):
         table.add_column(name, overflow="fold")
-    for name in ("rounds", "validation", "before", "after", "gain", "clients: worst tenth - median - best tenth"):
+    for name in ("rounds", "validation", "before", "after", "gain", "clients 10% - median - 90%"):
         table.add_column(name, justify="right")
     for run in runs:
         result = run.result

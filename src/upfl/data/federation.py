@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from upfl.data.partition import Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
 from upfl.data.sources import Source
 from upfl.errors import ConfigError, DataError
+from upfl.randomness import seed_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def class_counts(federation: Federation, clients: Clients) -> NDArray[np.int64]:
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
     """A stream for each purpose, so that one setting of the partition does not change what another one draws."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(purpose.encode()))))
+    return np.random.default_rng(seed_of(seed, "partition", purpose))
 
 
 def _draw_pool(source: Source, partition: Partition, seed: int) -> tuple[Indices, Indices]:

@@ -56,7 +56,7 @@ class LocalClient:
         angle = 0.0 if split == "public" else float(self.federation.training.angles[self.id])
         x = self.inputs.x(indices, angle)
         y = torch.zeros(len(x), dtype=torch.int64, device=x.device) if split == "public" else self.inputs.y(indices)
-        return Batch(x, y, torch.ones(len(x), device=x.device))
+        return Batch(x, y)
 
     def _indices(self, split: Split) -> NDArray[np.int64]:
         if split == "public":

@@ -54,11 +54,17 @@ class LocalHyper(Hyper):
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of a client's samples; samples with mask 0 are padding and must not count."""
+    """A batch of a client's samples. With a mask, samples where it is 0 are padding and must not count."""
 
     x: Tensor
     y: Tensor
-    mask: Tensor
+    mask: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        """Each sample's weight in a mean over the batch."""
+        if self.mask is None:
+            return torch.full(self.y.shape, 1 / len(self.y), device=self.y.device)
+        return self.mask / self.mask.sum()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class FedAvg(LocalTraining[FedAvgHyper]):
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi = self.hyper, select(carry, "psi")
         trace = self.model.trace(psi, batch.x)
-        loss, dz = cross_entropy(trace.output, batch.y, batch.mask)
+        loss, dz = cross_entropy(trace.output, batch)
         sgd_(psi, trace.backward(dz), hyper.rate(hyper.lr, round), hyper.weight_decay, hyper.clip)
         return carry, loss
 

@@ -67,20 +67,20 @@ class FedTTA(LocalTraining[FedTTAHyper]):
 
         base = self.model.trace(psi, batch.x)
         g = self.g.trace(phi, base.output)
-        s = g.output * batch.mask.unsqueeze(1)
+        s = g.output if batch.mask is None else g.output * batch.mask.unsqueeze(1)
         l_per = (s.square().sum() + 1e-12).sqrt()
         direction = s / l_per
-        g.backward(direction, inputs=True)
-        inner = base.backward(g.input_gradient)  # u, pulled back
+        inner = base.backward(g.backward_to_input(direction))
         psi_tilde = dict(zip(psi, torch._foreach_mul(list(psi.values()), shrink), strict=True))
         torch._foreach_add_(list(psi_tilde.values()), [inner[name] for name in psi], alpha=-inner_lr)
 
         personalized = self.model.trace(psi_tilde, batch.x)
-        loss, dz = cross_entropy(personalized.output, batch.y, batch.mask)
+        loss, dz = cross_entropy(personalized.output, batch)
         v = personalized.backward(dz)
         d = dict(zip(v, torch._foreach_mul(list(v.values()), -inner_lr), strict=True))
 
-        ds = g.tangent(None, base.tangent(d)) * batch.mask.unsqueeze(1)
+        ds = g.tangent(None, base.tangent(d))
+        ds = ds if batch.mask is None else ds * batch.mask.unsqueeze(1)
         grad_phi = g.backward_tangent((ds - direction * (direction * ds).sum()) / l_per, inputs=True)
         penalty, dz_penalty = self.penalty(carry, base.output, batch)
         if hyper.second_order:
@@ -130,7 +130,7 @@ class FedTTAProx(FedTTA):
         return super().begin(server, memory, client) | prefixed("received", received)
 
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
-        weight = (batch.mask / batch.mask.sum()).unsqueeze(1) * self.hyper.mu
+        weight = batch.weight().unsqueeze(1) * self.hyper.mu
         received = self.model.apply(select(carry, "received"), batch.x).log_softmax(1)
         base = logits.log_softmax(1)
         p = base.exp()

@@ -4,15 +4,19 @@ import torch
 from torch import Tensor
 
 from upfl.state import State, norm
+from upfl.training.base import Batch
 
 
-def cross_entropy(logits: Tensor, batch_y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy over the samples whose mask is 1, and its gradient with respect to the logits."""
-    weight = (mask / mask.sum()).unsqueeze(1)
+def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy over a batch's samples, and its gradient with respect to the logits."""
     log_p = logits.log_softmax(1)
-    target = torch.zeros_like(log_p).scatter_(1, batch_y.unsqueeze(1), 1.0)
-    loss = -(log_p * target * weight).sum()
-    return loss, (log_p.exp() - target) * weight
+    y = batch.y.unsqueeze(1)
+    if batch.mask is None:
+        loss = -log_p.gather(1, y).mean()
+        return loss, log_p.exp_().scatter_add_(1, y, _constant(-1.0, y)).mul_(1 / len(y))
+    weight = batch.weight().unsqueeze(1)
+    loss = -(log_p.gather(1, y) * weight).sum()
+    return loss, log_p.exp().scatter_add(1, y, _constant(-1.0, y)) * weight
 
 
 def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip: float) -> None:
@@ -26,3 +30,7 @@ def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip
 def clip_(gradients: list[Tensor], largest: float) -> None:
     """Scale gradients down to a joint norm of at most `largest`, in place."""
     torch._foreach_mul_(gradients, (largest / (norm(gradients) + 1e-6)).clamp(max=1.0))
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    return torch.full(like.shape, value, device=like.device)
