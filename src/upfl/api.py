@@ -111,7 +111,7 @@ class Run:
         scored = {entry["row"]: entry["best_round"] for entry in self.result["rows"]}
         if row not in scored:
             raise RunError(f"{self.path}: no row '{row}' was scored in this run; it has {', '.join(scored)}")
-        return Published(RunFolder(self.path).load_best(scored[row]), scored[row])
+        return RunFolder(self.path).load_best(scored[row])
 
     def personalize(self, client: Unlabelled, personalizer: str | None = None) -> Personalized:
         """A client's own predictor, by the run's first personalizer unless another is named."""

@@ -14,11 +14,20 @@ from upfl.errors import ConfigError
 from upfl.personalize.base import Personalizer
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.nothing import Nothing
+from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.personalize.tent import Tent
 from upfl.suggest import unknown
+from upfl.training.afl import AFL
 from upfl.training.base import Training
+from upfl.training.fedadg import FedADG
 from upfl.training.fedavg import FedAvg
+from upfl.training.fedgma import FedGMA
+from upfl.training.fedper import FedPer
+from upfl.training.fedprox import FedProx
+from upfl.training.fedsr import FedSR
 from upfl.training.fedtta import FedTTA, FedTTAProx
+from upfl.training.odpfl_hn import OdpflHn
+from upfl.training.scaffold import Scaffold
 
 
 @dataclass(frozen=True)
@@ -30,19 +39,36 @@ class Method:
     training: str
     personalizer: str
     summary: str
+    warning: str = ""  # what everyone who sees the row should know
 
+
+_SENDS_MODELS = "sends training clients' own layers to newcomers"
 
 ROWS = [
     Method("fedavg", "FedAvg", "fedavg", "none", "local SGD, mean of the changes"),
+    Method("fedprox", "FedProx", "fedprox", "none", "FedAvg, kept near the received model"),
+    Method("scaffold", "SCAFFOLD", "scaffold", "none", "FedAvg, its drift corrected by control variates"),
+    Method("afl", "AFL", "afl", "none", "FedAvg, weighted towards clients with a high loss"),
+    Method("fedgma", "FedGMA", "fedgma", "none", "FedAvg, masked where clients disagree"),
+    Method("fedadg", "FedADG", "fedadg", "none", "features aligned with a generated reference"),
+    Method("fedsr", "FedSR", "fedsr", "none", "a Gaussian representation, kept simple"),
+    Method(
+        "pfl-sampled", "PFL-Sampled", "fedper", "sampled", "FedPer; a random training client's model", _SENDS_MODELS
+    ),
+    Method("pfl-ensemble", "PFL-Ensemble", "fedper", "ensemble", "FedPer; all training clients' models", _SENDS_MODELS),
+    Method("odpfl-hn", "ODPFL-HN", "odpfl-hn", "none", "a hypernetwork makes the model from unlabelled data"),
     Method("tent", "TENT", "fedavg", "tent", "FedAvg, then a step down the entropy of the newcomer's predictions"),
     Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
     Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
     Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
 ]
 
-TRAININGS: dict[str, type[Training[Any]]] = {training.name: training for training in (FedAvg, FedTTA, FedTTAProx)}
+TRAININGS: dict[str, type[Training[Any]]] = {
+    training.name: training
+    for training in (FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn, FedTTA, FedTTAProx)
+}
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
-    personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent)
+    personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble)
 }
 
 

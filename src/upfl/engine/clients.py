@@ -1,7 +1,7 @@
 """Clients as the engine serves them: a training client with its batches, a newcomer without its labels."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.personalize.base import Unlabelled
 from upfl.randomness import generator
-from upfl.training.base import Batch, Phase, Split
+from upfl.state import State
+from upfl.training.base import Batch, Noise, Phase, Split
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ class LocalClient:
         indices = self._indices(phase.split)
         in_pass = -(-len(indices) // phase.batch_size)
         shuffled, shuffled_for = indices, -1
+        noise = self.generator("noise")
         for t in range(phase.iterations):
             number, within = divmod(self.round * phase.iterations + t, in_pass)
             if number != shuffled_for:
                 order = torch.randperm(len(indices), generator=generator(self.seed, "epoch", self.id, number))
                 shuffled, shuffled_for = indices[order.numpy()], number
             start = within * phase.batch_size
-            yield self._batch(shuffled[start : start + phase.batch_size], phase.split)
+            batch = self._batch(shuffled[start : start + phase.batch_size], phase.split)
+            yield replace(batch, noise=_drawn(phase.noise, batch, noise)) if phase.noise else batch
 
     def _batch(self, indices: NDArray[np.int64], split: Split) -> Batch:
         angle = 0.0 if split == "public" else float(self.federation.training.angles[self.id])
@@ -63,6 +66,14 @@ class LocalClient:
             return self.federation.public
         clients = self.federation.training
         return clients.train(self.id) if split == "train" else clients.validation(self.id)
+
+
+def _drawn(wanted: Mapping[str, Noise], batch: Batch, source: torch.Generator) -> State:
+    draw = {"normal": torch.randn, "uniform": torch.rand}
+    return {
+        name: draw[noise.kind](len(batch.x), noise.size, generator=source).to(batch.x.device)
+        for name, noise in wanted.items()
+    }
 
 
 def newcomer(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from upfl.errors import BadClientError
-from upfl.state import State
 from upfl.training.base import Total
 
 BITS = 40
@@ -21,14 +20,14 @@ CHUNK = 1 << 16  # values converted at once: the conversion's intermediates stay
 class FixedPointSum(Total):
     """A sum of states like `like`, over at most `clients` clients."""
 
-    def __init__(self, like: State, clients: int, scales: Mapping[str, int] | None = None) -> None:
+    def __init__(self, like: Mapping[str, Tensor], clients: int, scales: Mapping[str, int] | None = None) -> None:
         self._shapes = {name: (value.shape, value.dtype) for name, value in like.items()}
-        self._bits = {name: (scales or {}).get(name, BITS) for name in like}
+        self._bits = {name: (scales or {}).get(name, BITS) for name in self._shapes}
         self._spans: dict[str, slice] = {}
         end = 0
-        for name, value in like.items():
-            self._spans[name] = slice(end, end + value.numel())
-            end += value.numel()
+        for name, (shape, _) in self._shapes.items():
+            self._spans[name] = slice(end, end + shape.numel())
+            end += shape.numel()
         # One buffer for all entries and, last, the count: workers' sums merge by one collective operation.
         self.buffer = torch.zeros(end + 1, dtype=torch.int64)
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
@@ -40,7 +39,7 @@ class FixedPointSum(Total):
         self.count = 0
         self._largest = {name: 2.0 ** (62 - bits) / max(clients, 1) for name, bits in self._bits.items()}
 
-    def add(self, up: State) -> None:
+    def add(self, up: Mapping[str, Tensor]) -> None:
         """Add what one client sent, or refuse it and change nothing."""
         self._check(up)
         for name, value in up.items():
@@ -65,7 +64,12 @@ class FixedPointSum(Total):
         return total.double() / 2.0 ** self._bits[name] if dtype.is_floating_point else total
 
     def mean(self, name: str) -> Tensor:
-        return self[name] / self["weight"]
+        shape, dtype = self._shapes[name]
+        total, mean = self.buffer[self._spans[name]], torch.empty(shape, dtype=dtype)
+        flat, divisor = mean.view(-1), float(self["weight"]) * 2.0 ** self._bits[name]
+        for start in range(0, len(flat), CHUNK):
+            flat[start : start + CHUNK] = total[start : start + CHUNK].double().div_(divisor)
+        return mean
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -73,7 +77,7 @@ class FixedPointSum(Total):
     def __len__(self) -> int:
         return len(self._shapes)
 
-    def _check(self, up: State) -> None:
+    def _check(self, up: Mapping[str, Tensor]) -> None:
         if up.keys() != self._shapes.keys():
             odd = sorted(up.keys() ^ self._shapes.keys())
             raise BadClientError(f"names differ from what was expected: {', '.join(odd[:5])}")

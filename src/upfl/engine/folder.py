@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from upfl.config import Config
 from upfl.errors import RunError
 from upfl.state import State, contiguous, prefixed, select
+from upfl.training.base import Published
 
 FORMAT = 1
 
@@ -164,17 +166,23 @@ class RunFolder:
 
     # Best states
 
-    def save_best(self, published: State, round: int) -> None:
+    def save_best(self, published: Published) -> None:
         (self.path / "best").mkdir(exist_ok=True)
-        _save_state(
-            self.path / "best" / f"round-{round}.safetensors", published, {"upfl": json.dumps({"round": round})}
-        )
+        path = self.path / "best" / f"round-{published.round}.safetensors"
+        for client, member in enumerate(published.members):
+            file = path.with_suffix("") / f"{client}.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            _save_state(file, member, {})
+        _save_state(path, published.state, {"upfl": json.dumps({"round": published.round})})
 
-    def load_best(self, round: int) -> State:
-        return read_state(self.path / "best" / f"round-{round}.safetensors")[0]
+    def load_best(self, round: int) -> Published:
+        path = self.path / "best" / f"round-{round}.safetensors"
+        members = sorted(path.with_suffix("").glob("*.safetensors"), key=lambda file: int(file.stem))
+        return Published(read_state(path)[0], round, _StoredStates(members))
 
     def _best_files(self) -> list[Path]:
-        return sorted(self.path.glob("best/*.safetensors"))
+        """State files, and folders of members' states, named by their round."""
+        return sorted(self.path.glob("best/round-*"))
 
     # Client memory
 
@@ -214,7 +222,21 @@ class RunFolder:
     @staticmethod
     def _remove(files: Iterable[Path]) -> None:
         for file in files:
-            file.unlink(missing_ok=True)
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
+
+
+class _StoredStates(Sequence[State]):
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: Any) -> Any:
+        return read_state(self.files[index])[0]
 
 
 def read_state(path: Path) -> tuple[State, dict[str, Any]]:

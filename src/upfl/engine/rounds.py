@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from upfl.errors import BadClientError, ConfigError, RunError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
 from upfl.randomness import generator
-from upfl.state import State, byte_size
+from upfl.state import State
 from upfl.training.base import Published, Task, Training
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
@@ -117,6 +118,7 @@ class Engine:
             "clients": total.count,
             "left_out": left_out,
             "loss": float(total[LOSS]) / total.count,
+            **self.training.facts(progress.server),
             "train_s": time.perf_counter() - started,
         }
         if progress.round % self.config.evaluate_every == 0 or progress.round == self.config.rounds:
@@ -133,7 +135,7 @@ class Engine:
     def _train_client(self, id: int, round: int, total: FixedPointSum) -> int:
         """Train one client and add what it sends to the sum; returns 0, or the reason why it was left out."""
         client, training = self._client(id, round), self.training
-        carry = training.begin(self.progress.server, self.memory(id, round), client)
+        carry = training.begin(self.progress.server, self.memory(id), client)
         losses = torch.zeros((), dtype=torch.float64)
         steps = 0
         for phase in training.phases(round):
@@ -145,20 +147,21 @@ class Engine:
             return 1
         up, memory = training.finish(self.progress.server, carry, client)
         try:
-            total.add(up | {LOSS: losses / steps})
+            total.add(ChainMap({LOSS: losses / steps}, up))  # type: ignore[arg-type]
         except BadClientError:
             return 2
         if training.remembers:
             self.folder.save_memory(id, round, memory)
         return 0
 
-    def memory(self, id: int, round: int) -> State:
+    def memory(self, id: int) -> State:
+        """What a client remembers; before it first takes part, what it starts with."""
         if not self.training.remembers:
             return {}
         version = int(self.progress.memory_rounds[id])
         if version >= 0:
             return self.folder.load_memory(id, version, self.device)
-        return self.training.memory(self._client(id, round))
+        return self.training.memory(self._client(id, 0))
 
     def _commit_memory(self, participants: list[int], failures: Tensor, round: int) -> None:
         if not self.training.remembers:
@@ -170,8 +173,8 @@ class Engine:
                 self.progress.memory_rounds[client] = round
 
     def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
-        started, progress = time.perf_counter(), self.progress
-        published = Published(self.training.publish(progress.server), progress.round)
+        started = time.perf_counter()
+        published = self._published()
         improved, rows = False, {}
         for name, personalizer in self.personalizers.items():
             row = row_name(self.training.name, name)
@@ -184,7 +187,7 @@ class Engine:
                 published,
                 self.config.seed,
                 self.group,
-                lambda id: self.memory(id, progress.round) if self.training.remembers else None,
+                lambda id: self.memory(id) if self.training.remembers else None,
                 self.config.evaluate_clients,
             )
             rows[row] = {
@@ -195,8 +198,12 @@ class Engine:
             }
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
-            self.folder.save_best(published.state, progress.round)
+            self.folder.save_best(published)
         return {"rows": rows, "evaluate_s": time.perf_counter() - started}
+
+    def _published(self) -> Published:
+        members = _Members(self) if self.training.publishes_memory else ()
+        return Published(self.training.publish(self.progress.server), self.progress.round, members)
 
     def _keep_best(self, row: str, scores: Scores) -> bool:
         best = self.progress.best.setdefault(row, Best())
@@ -253,16 +260,24 @@ class Engine:
     def _client(self, id: int, round: int) -> LocalClient:
         return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
 
-    def _upload_like(self) -> State:
+    def _upload_like(self) -> Mapping[str, Tensor]:
         """What a client sends, by name, shape and type: that of a client that has not trained."""
         client, server = self._client(0, 0), self.progress.server
         up, _ = self.training.finish(server, self.training.begin(server, self.training.memory(client), client), client)
-        return up | {LOSS: torch.zeros((), dtype=torch.float64)}
+        return ChainMap({LOSS: torch.zeros((), dtype=torch.float64)}, up)  # type: ignore[arg-type]
 
-    @property
-    def bytes_per_client(self) -> tuple[int, int]:
-        """(down, up) in a round."""
-        return byte_size(self.progress.server), byte_size(self._upload_like())
+
+class _Members(Sequence[State]):
+    """All training clients' memories, each read when it is asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __len__(self) -> int:
+        return self.engine.clients
+
+    def __getitem__(self, client: Any) -> Any:
+        return self.engine.memory(client)
 
 
 def assemble(

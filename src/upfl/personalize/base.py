@@ -75,7 +75,9 @@ class Personalizer(ABC, Generic[H]):
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
         """Why this personalizer does not fit a training, in words; None where it fits."""
-        return None
+        if training.serves_newcomers:
+            return None
+        return f"{training.name} has no model for a client that did not train"
 
     @abstractmethod
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized: ...

@@ -76,7 +76,7 @@ class OneStep(_Guided[OneStepHyper]):
     Hyper = OneStepHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        start, phi = self.training.start(published, memory), select(published.state, "phi")
+        start, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
         before, l_per, psi = self.step(start, phi, start.params, client.x, published.round)
         logits = all_logits(start.logits, psi, client.x)
         entropies = [entropy(before).mean().item(), entropy(logits).mean().item()]
@@ -91,7 +91,7 @@ class EarlyStopped(_Guided[EarlyStoppedHyper]):
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         hyper = self.hyper
-        start, phi = self.training.start(published, memory), select(published.state, "phi")
+        start, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
         diary, psi, waited = Diary(), start.params, 0
         least, best, best_logits, before = math.inf, psi, None, None
         for taken in range(hyper.steps + 1):

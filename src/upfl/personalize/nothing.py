@@ -15,7 +15,7 @@ class Nothing(Personalizer[NothingHyper]):
     Hyper = NothingHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        start = self.training.start(published, memory)
+        start = self.training.start(published, client.x, memory)
         logits = all_logits(start.logits, start.params, client.x)
         diary = Diary(entropy=[entropy(logits).mean().item()], decision="the published model, unchanged")
         return Personalized(logits, logits, lambda x: all_logits(start.logits, start.params, x), diary)

@@ -49,7 +49,7 @@ class Tent(Personalizer[TentHyper]):
             raise ConfigError("tent.parameters = 'norm': the model has no normalisation layers; take 'all' or 'last'")
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        hyper, start = self.hyper, self.training.start(published, memory)
+        hyper, start = self.hyper, self.training.start(published, client.x, memory)
         lr = self.training.local_rate(published.round) if hyper.lr is None else hyper.lr
         psi = {name: value.clone() for name, value in start.params.items()}
         adapted = {name: psi[name] for name in _chosen(psi, hyper.parameters)}

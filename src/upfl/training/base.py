@@ -17,8 +17,8 @@ over clients. It may change the tensors of the carry in place: `begin` makes the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -59,6 +59,7 @@ class Batch:
     x: Tensor
     y: Tensor
     mask: Tensor | None = None
+    noise: State = field(default_factory=dict)  # what the phase asked for, a row for each sample
 
     def weight(self) -> Tensor:
         """Each sample's weight in a mean over the batch."""
@@ -99,6 +100,14 @@ Step = Callable[[State, Batch, int], tuple[State, Tensor]]
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Random numbers that a step needs for each sample: drawn by the engine, so that `step` stays a pure function."""
+
+    kind: Literal["normal", "uniform"]
+    size: int
+
+
+@dataclass(frozen=True)
 class Phase:
     """A part of a client's round: so many batches of a split, each given to `step`."""
 
@@ -106,6 +115,7 @@ class Phase:
     iterations: int
     batch_size: int
     split: Split = "train"
+    noise: Mapping[str, Noise] = field(default_factory=dict)
 
 
 class Total(Mapping[str, Tensor]):
@@ -115,15 +125,20 @@ class Total(Mapping[str, Tensor]):
 
     @abstractmethod
     def mean(self, name: str) -> Tensor:
-        """The entry divided by the sum of the entry `weight`."""
+        """The entry divided by the sum of the entry `weight`, in the type in which it was sent."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a trained federation hands to newcomers: named tensors, and the rounds that led to them."""
+    """What a trained federation hands to newcomers: named tensors, and the rounds that led to them.
+
+    `members` are training clients' own layers, read one at a time; only trainings that say so (`publishes_memory`) hand
+    them out, because they may tell about a client's data.
+    """
 
     state: State
     round: int
+    members: Sequence[State] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,8 @@ class Training(ABC, Generic[H]):
     Hyper: ClassVar[type[Any]]
     adaptation: Model | None = None  # g, where the training learns one
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
+    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
 
     def __init__(self, task: Task, hyper: H) -> None:
@@ -167,7 +184,7 @@ class Training(ABC, Generic[H]):
     def begin(self, server: State, memory: State, client: Client) -> State: ...
 
     @abstractmethod
-    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+    def finish(self, server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:
         """(what goes up, what the client keeps)"""
 
     @abstractmethod
@@ -178,8 +195,20 @@ class Training(ABC, Generic[H]):
         return server
 
     @abstractmethod
-    def start(self, published: Published, memory: State | None) -> Start:
-        """The model before personalization: of a newcomer (no memory) or of a training client (its own)."""
+    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
+        """The model before personalization: of a newcomer (no memory) or of a training client (its own).
+
+        x is the client's unlabelled data; most trainings give everyone the same model and do not look at it.
+        """
+
+    @property
+    def size(self) -> int:
+        """The number of values in the server's state, about."""
+        return self.model.size + (self.adaptation.size if self.adaptation else 0)
+
+    def facts(self, server: State) -> dict[str, float]:
+        """Numbers about the server's state that belong into the metrics."""
+        return {}
 
     @abstractmethod
     def local_rate(self, round: int) -> float:
@@ -216,5 +245,5 @@ class LocalTraining(Training[L]):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
 
-    def start(self, published: Published, memory: State | None) -> Start:
+    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
         return Start(self.model.layout(select(published.state, "psi")), self.model.apply)

@@ -1,5 +1,7 @@
 """What local steps are made of: the cross-entropy with its gradient, and the SGD update."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,12 @@ def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     weight = batch.weight().unsqueeze(1)
     loss = -(log_p.gather(1, y) * weight).sum()
     return loss, log_p.exp().scatter_add(1, y, _constant(-1.0, y)) * weight
+
+
+def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, State]:
+    """A loss and its gradient by autograd, for steps whose derivatives are not written out."""
+    gradient, value = torch.func.grad_and_value(loss)(params)
+    return value, gradient
 
 
 def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip: float) -> None:

@@ -1,0 +1,97 @@
+"""PFL-Sampled and PFL-Ensemble: training clients' own models for a newcomer, the paper's baselines on FedPer.
+
+    PFL-Sampled:   one training client's whole model, drawn at random for each newcomer
+    PFL-Ensemble:  the mean of the logits of all training clients' models
+
+A training client that validates uses its own model, so both have one validation accuracy.
+
+These two hand training clients' personal layers to newcomers. The paper has them as baselines only, because that may
+compromise those clients' privacy; the ensemble also costs a model's transfer and computation for every training client.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upfl.personalize.base import Diary, Personalized, Personalizer, Unlabelled, all_logits, entropy
+from upfl.state import State
+from upfl.training.base import Hyper, Published, Start, Training
+
+
+class PFLHyper(Hyper):
+    pass
+
+
+class _Members(Personalizer[PFLHyper]):
+    """What both have in common: a client with a memory uses it, a newcomer uses members' models."""
+
+    Hyper = PFLHyper
+
+    @classmethod
+    def why_not(cls, training: Training[Any]) -> str | None:
+        if training.publishes_memory:
+            return None
+        return f"{training.name} does not publish training clients' models"
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        if memory is not None:
+            starts: Sequence[Start] = [self.training.start(published, client.x, memory)]
+            decision = "the client's own model"
+        else:
+            starts = _Lazy(self.training, published, client.x, self.choose(published, client))
+            decision = self.describe([starts.members[i] for i in range(len(starts))])
+        logits = _mean_logits(starts, client.x)
+        diary = Diary(entropy=[entropy(logits).mean().item()], decision=decision)
+        return Personalized(logits, logits, lambda x: _mean_logits(starts, x), diary)
+
+    def choose(self, published: Published, client: Unlabelled) -> list[int]:
+        """The training clients whose models the newcomer receives."""
+        raise NotImplementedError
+
+    def describe(self, members: list[int]) -> str:
+        raise NotImplementedError
+
+
+class Sampled(_Members):
+    name = "sampled"
+    title = "a random training client's model"
+
+    def choose(self, published: Published, client: Unlabelled) -> list[int]:
+        return [int(torch.randint(len(published.members), (1,), generator=client.generator("sampled member")))]
+
+    def describe(self, members: list[int]) -> str:
+        return f"the model of training client {members[0]}, drawn at random"
+
+
+class Ensemble(_Members):
+    name = "ensemble"
+    title = "all training clients' models"
+
+    def choose(self, published: Published, client: Unlabelled) -> list[int]:
+        return list(range(len(published.members)))
+
+    def describe(self, members: list[int]) -> str:
+        return f"the mean of the logits of {len(members)} training clients' models"
+
+
+class _Lazy(Sequence[Start]):
+    """Members' models, made when they are used: all of them at once would not fit into memory."""
+
+    def __init__(self, training: Training[Any], published: Published, x: Tensor, members: list[int]) -> None:
+        self.training, self.published, self.x, self.members = training, published, x, members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.training.start(self.published, self.x, self.published.members[self.members[index]])
+
+
+def _mean_logits(starts: Sequence[Start], x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for i in range(len(starts)):
+        start = starts[i]
+        total = total + all_logits(start.logits, start.params, x)
+    return total / len(starts)

@@ -1,0 +1,55 @@
+"""FedPer: Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
+
+    convolutions: FedAvg.   fully connected layers: trained locally, never sent up (for an MLP: the last layer).
+
+A newcomer has no personal layers. PFL-Sampled and PFL-Ensemble (`personalize/pfl.py`) therefore hand it training
+clients' own: the only two rows for which layers that may tell about a client's data leave it, and only through
+`publish`.
+
+Settled: personal layers start from (seed, client).
+"""
+
+import torch
+from torch import Tensor
+
+from upfl.models import Conv, Linear
+from upfl.state import State, select
+from upfl.training.base import Client, Published, Start, Task
+from upfl.training.fedavg import FedAvg, FedAvgHyper
+
+
+class FedPer(FedAvg):
+    name = "fedper"
+    title = "FedPer"
+    remembers = True
+    publishes_memory = True
+    serves_newcomers = False
+
+    def __init__(self, task: Task, hyper: FedAvgHyper) -> None:
+        super().__init__(task, hyper)
+        layers = [layer for layer in task.model.layers if isinstance(layer, Conv | Linear)]
+        convolutions = [layer for layer in layers if isinstance(layer, Conv)]
+        self.personal = {name for layer in layers[len(convolutions) or -1 :] for name in layer.shapes()}
+
+    def init(self, generator: torch.Generator) -> State:
+        return {f"psi.{name}": value for name, value in self.model.init(generator).items() if name not in self.personal}
+
+    def memory(self, client: Client) -> State:
+        fresh = self.model.init(client.generator("personal layers"))
+        return {f"psi.{name}": fresh[name] for name in self.model.shapes if name in self.personal}
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        own = {name: value.to(next(iter(server.values()))) for name, value in memory.items()}
+        return super().begin(self._ordered(server | own), memory, client)
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        up, _ = super().finish(server, carry, client)
+        return up, {f"psi.{name}": carry[f"psi.{name}"].contiguous() for name in sorted(self.personal)}
+
+    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
+        assert memory is not None, "FedPer has no model for a client that did not train"
+        own = {name: value.to(x.device) for name, value in memory.items()}
+        return Start(self.model.layout(select(self._ordered(published.state | own), "psi")), self.model.apply)
+
+    def _ordered(self, state: State) -> State:
+        return {f"psi.{name}": state[f"psi.{name}"] for name in self.model.shapes}

@@ -1,0 +1,42 @@
+"""FedProx: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020.
+
+    psi_i <- psi_i - lr * clip(grad CE(f(X; psi_i), Y) + mu * (psi_i - psi))       psi as received
+
+which is FedAvg on CE + mu/2 ||psi_i - psi||^2. mu = 0 is FedAvg, to the bit.
+
+Settled: the clipping covers both terms, as in one backward pass of the sum.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from upfl.state import State, prefixed, select
+from upfl.training.base import Batch, Client
+from upfl.training.fedavg import FedAvg, FedAvgHyper
+from upfl.training.local import cross_entropy, sgd_
+
+
+class FedProxHyper(FedAvgHyper):
+    mu: float = Field(0.001, ge=0, description="weight of the proximal term")
+
+
+class FedProx(FedAvg):
+    name = "fedprox"
+    title = "FedProx"
+    Hyper = FedProxHyper
+    hyper: FedProxHyper
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        received = self.model.layout(select(server, "psi"))
+        return super().begin(server, memory, client) | prefixed("received", received)
+
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        hyper, psi, received = self.hyper, select(carry, "psi"), select(carry, "received")
+        trace = self.model.trace(psi, batch.x)
+        loss, dz = cross_entropy(trace.output, batch)
+        gradient = trace.backward(dz)
+        away = torch._foreach_sub([psi[name] for name in gradient], [received[name] for name in gradient])
+        torch._foreach_add_(list(gradient.values()), away, alpha=hyper.mu)
+        sgd_(psi, gradient, hyper.rate(hyper.lr, round), hyper.weight_decay, hyper.clip)
+        return carry, loss

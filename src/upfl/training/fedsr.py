@@ -1,0 +1,134 @@
+"""FedSR: Nguyen, Torr, Lim, FedSR: A Simple and Effective Domain Generalization Method for FL, NeurIPS 2022.
+
+The representation is Gaussian. With (m, s) the encoder's output in halves, sigma = softplus(s), eps ~ N(0, 1):
+
+    z = m + sigma * eps
+    L = CE(classifier(z), Y) + l2r * mean ||z||_2 + cmi * mean KL(N(C m, C sigma) || N(r_m[Y], softplus(r_s[Y])))
+
+r_m, r_s (a reference for each class, started at 0 and 1) and the scalar C (started at 1) are learned with momentum 0.9
+and stay on the client. The KL is summed over dimensions, averaged over the batch.
+
+Settled: the MLP's second layer is doubled (400 = 200 + 200); the ConvNet's second convolution is (128 channels),
+flattened and split in halves. Both feed the classifier without a rectifier of their own, as a Gaussian's mean has a
+sign; momentum restarts every round. A prediction averages the probabilities of 20 samples whose eps come from a fixed
+seed and are the same for every input, so that it is a function of the input alone.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from upfl.errors import ConfigError
+from upfl.models import Conv, Layer, Linear, Model, Relu
+from upfl.randomness import generator as named_generator
+from upfl.state import State, contiguous, prefixed, select
+from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Noise, Phase, Published, Start, Task
+from upfl.training.local import clip_, gradients, sgd_
+
+SAMPLES = 20
+
+
+class FedSRHyper(LocalHyper):
+    lr: float = Field(0.3, gt=0)
+    l2r: float = Field(0.01, ge=0, description="weight of the representation's norm")
+    cmi: float = Field(0.0005, ge=0, description="weight of the conditional divergence")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the references, restarted every round")
+
+
+class FedSR(LocalTraining[FedSRHyper]):
+    name = "fedsr"
+    title = "FedSR"
+    Hyper = FedSRHyper
+    remembers = True
+
+    def __init__(self, task: Task, hyper: FedSRHyper) -> None:
+        super().__init__(task, hyper)
+        self.encoder, self.classifier = _gaussian(task.model)
+        self.model = Model((*self.encoder.layers, *self.classifier.layers))
+        self.features = next(layer.inputs for layer in self.classifier.layers if isinstance(layer, Linear))
+
+    def memory(self, client: Client) -> State:
+        reference = (self.task.classes, self.features)
+        return {"r_m": torch.zeros(reference), "r_s": torch.ones(reference), "C": torch.ones(())}
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        noise = {"eps": Noise("normal", self.features)}
+        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size, noise=noise),)
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        own = {name: value.to(next(iter(server.values())), copy=True) for name, value in memory.items()}
+        still = {name: torch.zeros_like(value) for name, value in own.items()}
+        return super().begin(server, memory, client) | prefixed("own", own) | prefixed("momentum", still)
+
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        hyper, lr = self.hyper, self.hyper.rate(self.hyper.lr, round)
+        psi, own, momentum = select(carry, "psi"), select(carry, "own"), select(carry, "momentum")
+        loss, gradient = gradients(lambda params: self.loss(params, batch), prefixed("psi", psi) | prefixed("own", own))
+        sgd_(psi, select(gradient, "psi"), lr, hyper.weight_decay, hyper.clip)
+        steps = [gradient[f"own.{name}"] for name in own]
+        clip_(steps, hyper.clip)
+        torch._foreach_mul_(list(momentum.values()), hyper.momentum)
+        torch._foreach_add_(list(momentum.values()), steps)
+        torch._foreach_add_(list(own.values()), list(momentum.values()), alpha=-lr)
+        return carry, loss
+
+    def loss(self, params: State, batch: Batch) -> Tensor:
+        psi, own, weight = select(params, "psi"), select(params, "own"), batch.weight()
+        m, sigma = self.represent(psi, batch.x)
+        z = m + sigma * batch.noise["eps"]
+        log_p = self.classifier.apply(psi, z).log_softmax(1)
+        cross_entropy = -(log_p.gather(1, batch.y.unsqueeze(1)).squeeze(1) * weight).sum()
+        length = ((z.square().sum(1) + 1e-12).sqrt() * weight).sum()
+        divergence = gaussian_kl(own["C"] * m, own["C"] * sigma, own["r_m"][batch.y], F.softplus(own["r_s"])[batch.y])
+        return cross_entropy + self.hyper.l2r * length + self.hyper.cmi * (divergence.sum(1) * weight).sum()
+
+    def represent(self, psi: State, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and the standard deviation of each sample's representation."""
+        m, s = self.encoder.apply(psi, x).flatten(1).chunk(2, dim=1)
+        return m, F.softplus(s) + 1e-6
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        up, _ = super().finish(server, carry, client)
+        return up, contiguous(select(carry, "own"))
+
+    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
+        eps = torch.randn(SAMPLES, 1, self.features, generator=named_generator("fedsr", "prediction")).to(x.device)
+
+        def logits(psi: State, x: Tensor) -> Tensor:
+            m, sigma = self.represent(psi, x)
+            log_p = torch.stack([self.classifier.apply(psi, m + sigma * e).log_softmax(1) for e in eps])
+            return log_p.logsumexp(0) - math.log(SAMPLES)
+
+        return Start(self.model.layout(select(published.state, "psi")), logits)
+
+    def local_rate(self, round: int) -> float:
+        return self.hyper.rate(self.hyper.lr, round)
+
+
+def gaussian_kl(m: Tensor, sigma: Tensor, to_m: Tensor, to_sigma: Tensor) -> Tensor:
+    """KL(N(m, sigma) || N(to_m, to_sigma)), entry by entry; sigma is its absolute value."""
+    ratio = (sigma / to_sigma).square() + 1e-12
+    return 0.5 * (ratio + ((m - to_m) / to_sigma).square() - 1 - ratio.log())
+
+
+def _gaussian(model: Model) -> tuple[Model, Model]:
+    """A model cut in two after a doubled layer: an encoder of mean and spread, and the classifier of a sample."""
+    layers = list(model.layers)
+    convolutions = [i for i, layer in enumerate(layers) if isinstance(layer, Conv)]
+    linear = [i for i, layer in enumerate(layers) if isinstance(layer, Linear)]
+    if len(linear) < 2:
+        raise ConfigError("fedsr needs a model with at least two linear layers: one of them represents, one classifies")
+    cut = convolutions[-1] if convolutions else linear[-2]
+    doubled = layers[cut]
+    wide: Layer = (
+        Conv(doubled.name, doubled.inputs, 2 * doubled.outputs)
+        if isinstance(doubled, Conv)
+        else Linear(doubled.name, doubled.inputs, 2 * doubled.outputs)  # type: ignore[attr-defined]
+    )
+    rest = [i for i in range(cut + 1, len(layers)) if not isinstance(layers[i], Relu)]
+    head = next(i for i in rest if isinstance(layers[i], Linear))
+    between = tuple(layers[i] for i in rest if i < head)
+    return Model((*layers[:cut], wide, *between)), Model(tuple(layers[head:]))
