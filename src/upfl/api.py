@@ -46,19 +46,51 @@ def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
         folder = RunFolder.open(path)
         if folder.finished:
             return Run(path)
-        engine_size = worker_count(folder.config(), size)
+        config = folder.config()
+        training = assemble(config, checked_device(config.device))[2]
+        engine_size = worker_count(config, training, size)
+        if observer and (note := one_worker_note(training, size)):
+            observer.note(note)
         with workers(engine_size, [str(path), *(plugins() if engine_size > 1 else ())]) as group:
             Engine(folder, group).run(observer)
     return Run(path)
 
 
-def worker_count(config: Config, asked: int | None = None) -> int:
-    """As many workers as asked for, or one a core; one on an accelerator, whose work does not divide so."""
-    if asked is not None:
-        if asked < 1:
-            raise RunError(f"--workers {asked}: at least one is needed")
-        return asked
-    return len(os.sched_getaffinity(0)) if config.device == "cpu" else 1
+LARGE = 50_000_000  # values of server state from which on workers would spend their time on sums
+
+
+def worker_count(config: Config, training: Training[Any], asked: int | None = None) -> int:
+    """As many workers as asked for, or one a core; one on an accelerator, or for a very large state."""
+    if asked is not None and asked < 1:
+        raise RunError(f"--workers {asked}: at least one is needed")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = asked or (cores if config.device == "cpu" and training.size < LARGE else 1)
+    # A worker holds the state, its sum in 64-bit integers, and one copy more while it aggregates or saves.
+    needed, there = count * (16 * training.size + 2**29), available_memory()
+    if there is not None and needed > there:
+        advice = (
+            "--set rank=4 makes the hypernetwork 25 times smaller" if training.name == "odpfl-hn" else "fewer workers"
+        )
+        raise RunError(
+            f"{training.name} has {training.size / 1e6:.0f} million values in its server state: {count} worker(s) need "
+            f"about {needed / 2**30:.1f} GiB and this machine has {there / 2**30:.1f} GiB free; {advice}"
+        )
+    return count
+
+
+def one_worker_note(training: Training[Any], asked: int | None) -> str | None:
+    if asked is not None or training.size < LARGE:
+        return None
+    return f"one worker, because {training.title} has {training.size / 1e6:.0f} million values in its server state"
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _check_shared(path: Path, group: Group) -> None:

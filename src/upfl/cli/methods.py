@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from upfl.methods import PERSONALIZERS, ROWS, TRAININGS
+from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, Method
 
 
 def methods(
@@ -27,6 +27,7 @@ def methods(
                 "training": row.training,
                 "personalizer": row.personalizer,
                 "summary": row.summary,
+                "warning": row.warning,
             }
             for row in ROWS
         ]
@@ -35,13 +36,17 @@ def methods(
     console = Console()
     table = Table("row", "training", "personalizer", "what it does", title="Methods", title_justify="left")
     for row in ROWS:
-        table.add_row(f"[bold]{row.row}[/bold]", row.training, row.personalizer, row.summary)
+        table.add_row(f"[bold]{row.row}[/bold]", row.training, row.personalizer, described(row))
     console.print(table)
     console.print(f"Personalizers for --score: {', '.join(PERSONALIZERS)}")
     if hyper:
         for title, kinds in (("training", TRAININGS), ("personalizer", PERSONALIZERS)):
             for name, kind in kinds.items():
                 _show_hyper(console, f"{title} {name}", kind.Hyper)
+
+
+def described(row: Method) -> str:
+    return f"{row.summary} [yellow]({row.warning})[/yellow]" if row.warning else row.summary
 
 
 def _show_hyper(console: Console, title: str, hyper: type[BaseModel]) -> None:

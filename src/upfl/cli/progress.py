@@ -43,7 +43,10 @@ class ProgressBar:
     def begin(self, run: Engine) -> None:
         self._bar.update(self._task, total=run.config.rounds, completed=run.progress.round)
         for note in run.federation.notes if run.progress.round == 0 else ():
-            self.console.print(f"[dim]note: {note}[/dim]")
+            self.note(note)
+
+    def note(self, text: str) -> None:
+        self.console.print(f"[dim]note: {text}[/dim]")
 
     def stage(self, what: str) -> None:
         self._bar.update(self._task, stage=what)

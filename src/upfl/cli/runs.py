@@ -21,7 +21,7 @@ from upfl.config import PROFILES, Config, configure
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import under_torchrun
 from upfl.errors import ConfigError, RunError, UpflError
-from upfl.methods import row_title
+from upfl.methods import ROWS, row_title
 
 Workers = Annotated[
     int | None,
@@ -177,6 +177,9 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
             console.print(
                 f"[yellow]{run.path}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]"
             )
+    for warned in dict.fromkeys(row["row"] for run in runs for row in run.result["rows"]):
+        if warning := next((method.warning for method in ROWS if method.row == warned), ""):
+            console.print(f"[yellow]{row_title(warned)} {warning}.[/yellow]")
     console.print(
         "[dim]before, after: the model before and after personalization, at the round of best validation.[/dim]"
     )
