@@ -24,7 +24,8 @@ from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, 
 from upfl.suggest import unknown
 
 Count = Annotated[int, Field(ge=1, strict=True)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1, strict=True)]
+TABLES = ("model", "partition", "training", "personalize")
 
 
 class _Strict(BaseModel):
@@ -135,11 +136,18 @@ def configure(
     if dataset not in NAMES:
         raise unknown("data set", dataset, NAMES)
     training, personalizers = resolve(method)
+    _check_tables(from_file, str(file))
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
     values = _defaults(dataset, training, tuple(scored))
-    for layer in (PROFILES[profile], from_file, {k: v for k, v in options.items() if v is not None}):
+    given = {key: value for key, value in options.items() if value is not None}
+    for layer, where in ((PROFILES[profile], "profile"), (from_file, str(file)), (given, "options")):
+        _check_tables(layer, where)
         values = _merged(values, layer)
     values = _merged(values, {"method": method, "dataset": dataset, "profile": profile})
+    if values["training"]["name"] != training:
+        raise ConfigError(
+            f"{file}: training.name is {values['training']['name']!r}, but {method} trains by '{training}'"
+        )
     for setting in settings:
         _set(values, setting)
     values["partition"] = default_partition(dataset).revised(values["partition"])
@@ -188,6 +196,15 @@ def _merged(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _check_tables(layer: Mapping[str, Any], where: str) -> None:
+    for name in TABLES:
+        if not isinstance(layer.get(name, {}), Mapping):
+            raise ConfigError(f"{where}: {name} is a table, not {layer[name]!r}")
+    for name, table in layer.get("personalize", {}).items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{where}: personalize.{name} is a table, not {table!r}")
+
+
 def _set(values: dict[str, Any], setting: str) -> None:
     """Apply `key=value`: a field of the run, `model.width`, `partition.clients`, or any hyper-parameter by its name."""
     key, equals, text = setting.partition("=")
@@ -195,9 +212,11 @@ def _set(values: dict[str, Any], setting: str) -> None:
         raise ConfigError(f"--set {setting}: write key=value, for example inner_lr=0.3 or partition.clients=40")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # not TOML, or a number that Python refuses to read
         value = text  # a bare word is a string
     *path, last = key.split(".")
+    if key in ("method", "dataset", "profile", "training.name", *TABLES) or key == "personalize":
+        raise ConfigError(f"--set {setting}: {key} cannot be set so: give it as an argument, or set one of its fields")
     if path:
         if path[0] in PERSONALIZERS:
             path = ["personalize", *path]

@@ -22,7 +22,10 @@ class FixedPointSum(Total):
 
     def __init__(self, like: Mapping[str, Tensor], clients: int, scales: Mapping[str, int] | None = None) -> None:
         self._shapes = {name: (value.shape, value.dtype) for name, value in like.items()}
-        self._bits = {name: (scales or {}).get(name, BITS) for name in self._shapes}
+        self._bits = {
+            name: (scales or {}).get(name, BITS) if dtype.is_floating_point else 0
+            for name, (_, dtype) in self._shapes.items()
+        }
         self._spans: dict[str, slice] = {}
         end = 0
         for name, (shape, _) in self._shapes.items():
@@ -85,7 +88,7 @@ class FixedPointSum(Total):
             shape, dtype = self._shapes[name]
             if (value.shape, value.dtype) != (shape, dtype):
                 raise BadClientError(f"{name} is {value.dtype} {list(value.shape)}, expected {dtype} {list(shape)}")
-            if value.is_floating_point() and value.numel():
+            if value.numel():
                 low, high = (bound.item() for bound in value.aminmax())
                 if not (-self._largest[name] <= low and high <= self._largest[name]):  # false for NaN, too
                     raise BadClientError(f"{name} is not finite or too large (from {low:g} to {high:g})")

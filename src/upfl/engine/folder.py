@@ -243,8 +243,9 @@ def read_state(path: Path) -> tuple[State, dict[str, Any]]:
     """The tensors of a safetensors file, and the facts stored with them."""
     try:
         with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {}).get("upfl", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - not a dict
+            metadata = file.metadata() or {}
+            names = json.loads(metadata.get("order", "null")) or file.keys()
+            return {name: file.get_tensor(name) for name in names}, json.loads(metadata.get("upfl", "{}"))
     except FileNotFoundError as error:
         raise RunError(f"{path}: missing") from error
     except (SafetensorError, json.JSONDecodeError) as error:
@@ -257,6 +258,8 @@ def _best_names(progress: Progress) -> set[str]:
 
 def _save_state(path: Path, state: State, metadata: dict[str, str]) -> None:
     part = path.with_name(path.name + ".part")
+    # The file sorts names by size; a state keeps its order, on which the order of floating-point sums may depend.
+    metadata = metadata | {"order": json.dumps(list(state))}
     save_file(contiguous({name: value.cpu() for name, value in state.items()}), part, metadata)
     _sync(part)
     part.replace(path)

@@ -15,6 +15,7 @@ the authors' code; the paper's algorithm compares adapted models only (`candidat
 import math
 from typing import Any, Literal, TypeVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -62,12 +63,22 @@ class _Guided(Personalizer[H]):
         training: Any = self.training
         hyper, g = training.hyper, training.g
         logits, squares, gradient = summed_gradient(lambda z: g.apply(phi, z).square(), start.logits, psi, x)
-        l_per = math.sqrt(min(len(x), TRAINING_BATCH) * (squares.item() / len(x) + 1e-12))
+        l_per = _scaled(squares.item(), len(x))
         scale = min(len(x), TRAINING_BATCH) / (2 * l_per * len(x))
         stepped = {name: value.clone() for name, value in psi.items()}
         scaled = {name: value * scale for name, value in gradient.items()}
         sgd_(stepped, scaled, hyper.rate(hyper.inner_lr, round), hyper.weight_decay, hyper.clip)
         return logits, l_per, stepped
+
+    def loss(self, phi: State, logits: Tensor) -> float:
+        """l_per of given logits."""
+        training: Any = self.training
+        with torch.no_grad():
+            return _scaled(training.g.apply(phi, logits).square().sum().item(), len(logits))
+
+
+def _scaled(squares: float, count: int) -> float:
+    return math.sqrt(min(count, TRAINING_BATCH) * (squares / count + 1e-12))
 
 
 class OneStep(_Guided[OneStepHyper]):
@@ -80,7 +91,8 @@ class OneStep(_Guided[OneStepHyper]):
         before, l_per, psi = self.step(start, phi, start.params, client.x, published.round)
         logits = all_logits(start.logits, psi, client.x)
         entropies = [entropy(before).mean().item(), entropy(logits).mean().item()]
-        diary = Diary(entropies, [l_per], steps=1, decision="one step, always")
+        losses = [l_per, self.loss(phi, logits)]
+        diary = Diary(entropies, losses, steps=1, decision="one step, always")
         return Personalized(before, logits, lambda x: all_logits(start.logits, psi, x), diary)
 
 

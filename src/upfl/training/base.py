@@ -64,7 +64,7 @@ class Batch:
     def weight(self) -> Tensor:
         """Each sample's weight in a mean over the batch."""
         if self.mask is None:
-            return torch.full(self.y.shape, 1 / len(self.y), device=self.y.device)
+            return torch.full(self.y.shape, 1 / len(self.y), dtype=self.x.dtype, device=self.x.device)
         return self.mask / self.mask.sum()
 
 
@@ -188,7 +188,8 @@ class Training(ABC, Generic[H]):
         """(what goes up, what the client keeps)"""
 
     @abstractmethod
-    def aggregate(self, server: State, total: Total, round: int) -> State: ...
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        """The server's next state. The old one is used up: a training with a large state may change it in place."""
 
     def publish(self, server: State) -> State:
         """What newcomers receive."""
@@ -238,7 +239,8 @@ class LocalTraining(Training[L]):
         """One local step: the new carry and the batch's loss."""
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        weight = client.count if self.hyper.aggregation == "samples" else 1
+        # A power of two keeps weighted values within the range of the sum and cancels in the mean.
+        weight = client.count / 1024 if self.hyper.aggregation == "samples" else 1
         change = {name: (carry[name] - value).mul_(weight) for name, value in server.items()}
         return contiguous(change) | {"weight": torch.tensor(float(weight))}, {}
 

@@ -15,10 +15,10 @@ def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     y = batch.y.unsqueeze(1)
     if batch.mask is None:
         loss = -log_p.gather(1, y).mean()
-        return loss, log_p.exp_().scatter_add_(1, y, _constant(-1.0, y)).mul_(1 / len(y))
+        return loss, log_p.exp_().scatter_add_(1, y, _minus_one(y, log_p)).mul_(1 / len(y))
     weight = batch.weight().unsqueeze(1)
     loss = -(log_p.gather(1, y) * weight).sum()
-    return loss, log_p.exp().scatter_add(1, y, _constant(-1.0, y)) * weight
+    return loss, log_p.exp().scatter_add(1, y, _minus_one(y, log_p)) * weight
 
 
 def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, State]:
@@ -40,5 +40,5 @@ def clip_(gradients: list[Tensor], largest: float) -> None:
     torch._foreach_mul_(gradients, (largest / (norm(gradients) + 1e-6)).clamp(max=1.0))
 
 
-def _constant(value: float, like: Tensor) -> Tensor:
-    return torch.full(like.shape, value, device=like.device)
+def _minus_one(y: Tensor, like: Tensor) -> Tensor:
+    return torch.full(y.shape, -1.0, dtype=like.dtype, device=like.device)

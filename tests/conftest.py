@@ -1,0 +1,15 @@
+"""Fixtures for the whole suite."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread, for tests that compare bits: with several, sums are cut where threads happen to be."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,238 @@
+"""The paper's methods written anew with plain autograd: short, slow, and independent of upfl's derivatives.
+
+Beside them, what several test modules share: a client that is nobody in particular, random batches, distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from upfl.models import Model, convnet, mlp
+from upfl.randomness import generator
+from upfl.training.base import Batch, Split
+
+Params = dict[str, Tensor]
+Forward = Callable[[Params, Tensor], Tensor]
+
+CLASSES = 5
+
+
+# Models, in the paper's own order
+
+
+def forward_mlp(params: Params, x: Tensor) -> Tensor:
+    depth = len(params) // 2
+    x = x.flatten(1)
+    for i in range(1, depth + 1):
+        x = F.linear(x, params[f"fc{i}.weight"], params[f"fc{i}.bias"])
+        x = F.relu(x) if i < depth else x
+    return x
+
+
+def forward_convnet(params: Params, x: Tensor) -> Tensor:
+    for name in ("conv1", "conv2"):
+        x = F.max_pool2d(F.relu(F.conv2d(x, params[f"{name}.weight"], params[f"{name}.bias"], padding=2)), 2)
+    x = F.relu(F.linear(x.flatten(1), params["fc1.weight"], params["fc1.bias"]))
+    return F.linear(x, params["fc2.weight"], params["fc2.bias"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model with its reference and the shape of a sample."""
+
+    model: Model
+    forward: Forward
+    shape: tuple[int, int, int]
+
+    def params(self, seed: int, dtype: torch.dtype = torch.float64) -> Params:
+        return {name: value.to(dtype) for name, value in self.model.init(generator(seed, "case")).items()}
+
+    def x(self, n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(n, *self.shape, generator=generator(seed, "x"), dtype=torch.float64).to(dtype)
+
+    def batch(self, n: int, seed: int, dtype: torch.dtype = torch.float64) -> Batch:
+        y = torch.randint(CLASSES, (n,), generator=generator(seed, "y"))
+        return Batch(self.x(n, seed, dtype), y)
+
+
+CASES = {
+    "mlp": Case(mlp(2 * 8 * 8, (16, 16), CLASSES), forward_mlp, (2, 8, 8)),
+    "convnet": Case(convnet((2, 8, 8), CLASSES, hidden=16, width=0.25), forward_convnet, (2, 8, 8)),
+}
+
+
+# Derivatives and steps
+
+
+def gradient(value: Tensor, params: Params, create_graph: bool = False) -> Params:
+    grads = torch.autograd.grad(value, list(params.values()), create_graph=create_graph, allow_unused=True)
+    return {
+        name: torch.zeros_like(value) if grad is None else grad
+        for (name, value), grad in zip(params.items(), grads, strict=True)
+    }
+
+
+def leaves(params: Params) -> Params:
+    return {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+
+
+def norm(params: Params) -> float:
+    return math.sqrt(sum(float(value.double().square().sum()) for value in params.values()))
+
+
+def clipped(grads: Params, largest: float) -> Params:
+    """As torch.nn.utils.clip_grad_norm_ does it."""
+    factor = min(1.0, largest / (norm(grads) + 1e-6))
+    return {name: grad * factor for name, grad in grads.items()}
+
+
+def descend(params: Params, grads: Params, rate: float, weight_decay: float, clip: float = math.inf) -> Params:
+    grads = clipped(grads, clip)
+    return {
+        name: value.detach() - rate * (grads[name] + weight_decay * value.detach()) for name, value in params.items()
+    }
+
+
+@dataclass(frozen=True)
+class MetaStep:
+    """FedTTA's local step, by the method card, with torch.autograd.grad(create_graph=True)."""
+
+    forward: Forward
+    inner_lr: float = 0.5
+    outer_lr: float = 0.3
+    adapt_lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    clip: float = 10.0
+    second_order: bool = True
+    mu: float = 0.0
+    kl: str = "forward"
+
+    def loss(self, psi: Params, phi: Params, x: Tensor, y: Tensor, received: Params) -> Tensor:
+        """L as a differentiable function of psi and phi (of psi without the Hessian if not `second_order`)."""
+        at = psi if self.second_order else leaves(psi)
+        s = forward_mlp(phi, self.forward(at, x))
+        guide = (s.square().sum() + 1e-12).sqrt()
+        grads = gradient(guide, at, create_graph=True)
+        adapted = {
+            name: value - self.inner_lr * (grads[name] + self.weight_decay * value) for name, value in psi.items()
+        }
+        loss = F.cross_entropy(self.forward(adapted, x), y)
+        if self.mu:
+            p = self.forward(psi, x).log_softmax(1)
+            q = self.forward(received, x).detach().log_softmax(1)
+            first, second = (p, q) if self.kl == "forward" else (q, p)
+            loss = loss + self.mu * (first.exp() * (first - second)).sum(1).mean()
+        return loss
+
+    def gradients(self, psi: Params, phi: Params, batch: Batch, received: Params) -> tuple[Tensor, Params, Params]:
+        psi, phi = leaves(psi), leaves(phi)
+        with torch.enable_grad():
+            loss = self.loss(psi, phi, batch.x, batch.y, received)
+            both = gradient(loss, {f"psi.{k}": v for k, v in psi.items()} | {f"phi.{k}": v for k, v in phi.items()})
+        return (
+            loss.detach(),
+            {name: both[f"psi.{name}"] for name in psi},
+            {name: both[f"phi.{name}"] for name in phi},
+        )
+
+    def run(self, psi: Params, phi: Params, batches: Sequence[Batch], round: int = 0) -> MetaRun:
+        """A client's steps in a round: phi's momentum starts at zero, psi as received is what Prox holds on to."""
+        decay = 0.99 ** (round / 10)
+        received, velocity = psi, {name: torch.zeros_like(value) for name, value in phi.items()}
+        losses, norms = [], []
+        step = self._decayed(decay)
+        for batch in batches:
+            loss, grad_psi, grad_phi = step.gradients(psi, phi, batch, received)
+            norms.append((norm(grad_psi), norm(grad_phi)))
+            grad_phi = clipped(grad_phi, self.clip)
+            velocity = {
+                name: self.momentum * velocity[name] + grad_phi[name] + self.weight_decay * phi[name] for name in phi
+            }
+            psi = descend(psi, grad_psi, step.outer_lr, self.weight_decay, self.clip)
+            phi = {name: value - step.adapt_lr * velocity[name] for name, value in phi.items()}
+            losses.append(float(loss))
+        return MetaRun(psi, phi, losses, norms)
+
+    def _decayed(self, factor: float) -> MetaStep:
+        values = vars(self) | {name: getattr(self, name) * factor for name in ("inner_lr", "outer_lr", "adapt_lr")}
+        return MetaStep(**values)
+
+
+@dataclass(frozen=True)
+class MetaRun:
+    psi: Params
+    phi: Params
+    losses: list[float]
+    norms: list[tuple[float, float]]  # of the gradients before clipping: psi's, phi's
+
+
+def guided_step(forward: Forward, psi: Params, phi: Params, x: Tensor, rate: float, weight_decay: float) -> Params:
+    """A newcomer's step: l = sqrt(min(n, 64)) sqrt(mean s^2), gradient clipped to 10."""
+    psi = leaves(psi)
+    with torch.enable_grad():
+        s = forward_mlp(phi, forward(psi, x))
+        guide = math.sqrt(min(len(x), 64)) * (s.square().mean() + 1e-12).sqrt()
+        return descend(psi, gradient(guide, psi), rate, weight_decay, clip=10.0)
+
+
+def guide_gradient_norm(forward: Forward, psi: Params, phi: Params, x: Tensor) -> float:
+    """The norm that `guided_step` would clip."""
+    psi = leaves(psi)
+    with torch.enable_grad():
+        s = forward_mlp(phi, forward(psi, x))
+        return norm(gradient(math.sqrt(min(len(x), 64)) * (s.square().mean() + 1e-12).sqrt(), psi))
+
+
+def entropy_in_bits(logits: Tensor) -> Tensor:
+    """The mean over samples."""
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1).mean() / math.log(2)
+
+
+def entropy_step(
+    forward: Forward, psi: Params, x: Tensor, rate: float, weight_decay: float, clip: float, only: str = ""
+) -> Params:
+    """TENT's step, on the parameters whose names start with `only`."""
+    params = leaves({name: value for name, value in psi.items() if name.startswith(only)})
+    with torch.enable_grad():
+        grads = gradient(entropy_in_bits(forward(psi | params, x)), params)
+    return psi | descend(params, grads, rate, weight_decay, clip)
+
+
+# Clients and comparisons
+
+
+@dataclass(frozen=True)
+class Somebody:
+    """A client for trainings that ask for little more than its sample count."""
+
+    count: int = 10
+    id: int = 0
+    round: int = 0
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return generator(0, self.id, self.round, purpose)
+
+    def batches(self, split: Split, size: int) -> Iterator[Batch]:
+        raise NotImplementedError
+
+
+def doubled(params: Params) -> Params:
+    return {name: value.double() for name, value in params.items()}
+
+
+def difference(ours: Params, theirs: Params) -> Params:
+    assert ours.keys() == theirs.keys()
+    return {name: ours[name].double() - theirs[name].double() for name in ours}
+
+
+def distance(ours: Params, theirs: Params, scale: Params | None = None) -> float:
+    """The norm of the difference, relative to that of `scale` (or of `theirs`)."""
+    return norm(difference(ours, theirs)) / norm(theirs if scale is None else scale)

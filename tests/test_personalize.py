@@ -1,0 +1,449 @@
+"""Personalizers against references, on hand-made situations, and what they must not be able to know."""
+
+import ast
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import upfl
+from tests.reference import (
+    CASES,
+    CLASSES,
+    Case,
+    Params,
+    difference,
+    distance,
+    doubled,
+    entropy_in_bits,
+    entropy_step,
+    forward_mlp,
+    guide_gradient_norm,
+    guided_step,
+)
+from upfl.errors import ConfigError
+from upfl.methods import PERSONALIZERS, make_personalizer
+from upfl.models import mlp
+from upfl.personalize.base import Personalized, Unlabelled
+from upfl.randomness import generator
+from upfl.state import State, select
+from upfl.training.base import Published, Task, Training
+from upfl.training.fedavg import FedAvg, FedAvgHyper
+from upfl.training.fedtta import FedTTA, FedTTAHyper, FedTTAProx, FedTTAProxHyper
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def fedavg(case: Case, **hyper: Any) -> FedAvg:
+    return FedAvg(Task(case.model, CLASSES, 3), FedAvgHyper(**hyper))
+
+
+def fedtta(case: Case, **hyper: Any) -> FedTTA:
+    return FedTTA(Task(case.model, CLASSES, 3), FedTTAHyper(**hyper))
+
+
+def publish(training: Training[Any], round: int, phi_scale: float = 1.0, psi_scale: float = 1.0) -> Published:
+    """An untrained model, with its parts scaled so that a case is what it says."""
+    state = training.init(generator(7))
+    scaled = {name: value * (phi_scale if name.startswith("phi.") else psi_scale) for name, value in state.items()}
+    return Published(training.publish(scaled), round)
+
+
+def personalize(name: str, training: Training[Any], published: Published, x: Tensor, **hyper: Any) -> Personalized:
+    personalizer = make_personalizer(name, training, PERSONALIZERS[name].Hyper(**hyper))
+    return personalizer.personalize(published, Unlabelled(0, x))
+
+
+def psi_of(published: Published) -> Params:
+    return doubled(select(published.state, "psi"))
+
+
+def phi_of(published: Published) -> Params:
+    return doubled(select(published.state, "phi"))
+
+
+def assert_logits(ours: Tensor, expected: Tensor, before: Tensor) -> None:
+    """The step's effect, not only the logits that it hardly moves, agrees."""
+    moved = (expected - before).norm()
+    assert moved > 0.01 * before.norm() / math.sqrt(len(before)), "the step does nothing"
+    assert (ours.double() - expected).norm() < 1e-4 * moved
+
+
+# No personalization
+
+
+def test_none_returns_the_published_models_logits(case: Case) -> None:
+    training = fedavg(case)
+    published = publish(training, 5)
+    x = case.x(600, 1, torch.float32)
+    personalized = personalize("none", training, published, x)
+    expected = case.forward(select(published.state, "psi"), x)
+    torch.testing.assert_close(personalized.logits, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(personalized.before, expected, rtol=1e-5, atol=1e-6)
+    assert personalized.diary.steps == 0
+
+
+# One step
+
+
+@pytest.mark.parametrize("n", [1, 10, 64, 65, 600])
+def test_one_step_is_the_method_cards_formula_for_any_number_of_samples(case: Case, n: int) -> None:
+    training = fedtta(case, inner_lr=0.5, weight_decay=0.01)
+    published = publish(training, 33)
+    x = case.x(n, 1)
+    psi, phi = psi_of(published), phi_of(published)
+    assert guide_gradient_norm(case.forward, psi, phi, x) < 10, "the case clips"
+    adapted = guided_step(case.forward, psi, phi, x, 0.5 * 0.99**3.3, 0.01)
+    personalized = personalize("one-step", training, published, x.float())
+    assert_logits(personalized.logits, case.forward(adapted, x), case.forward(psi, x))
+    torch.testing.assert_close(personalized.before.double(), case.forward(psi, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [10, 600])
+def test_one_step_clips_the_gradient_to_ten(case: Case, n: int) -> None:
+    training = fedtta(case, inner_lr=0.02)
+    published = publish(training, 0, phi_scale=8.0, psi_scale=2.0)
+    x = case.x(n, 1)
+    psi, phi = psi_of(published), phi_of(published)
+    assert guide_gradient_norm(case.forward, psi, phi, x) > 20, "the case does not clip"
+    adapted = guided_step(case.forward, psi, phi, x, 0.02, 1e-4)
+    personalized = personalize("one-step", training, published, x.float())
+    assert_logits(personalized.logits, case.forward(adapted, x), case.forward(psi, x))
+
+
+@pytest.mark.parametrize(("name", "hyper"), [("one-step", {}), ("early-stopped", {"patience": 50}), ("tent", {})])
+def test_a_client_is_personalized_alike_whatever_the_order_of_its_samples(
+    case: Case, name: str, hyper: dict[str, Any]
+) -> None:
+    training = fedtta(case, inner_lr=0.1)
+    published = publish(training, 0)
+    x = case.x(300, 1, torch.float32)
+    order = torch.randperm(300, generator=generator(3))
+    ours = personalize(name, training, published, x, **hyper)
+    shuffled = personalize(name, training, published, x[order], **hyper)
+    torch.testing.assert_close(shuffled.logits, ours.logits[order], rtol=1e-3, atol=1e-4)
+
+
+def test_the_step_does_not_grow_with_the_number_of_copies_of_64_samples(case: Case) -> None:
+    """The norm of one batch of 640 would be sqrt(10) times that of 64."""
+    training = fedtta(case, inner_lr=0.5)
+    published = publish(training, 0)
+    x = case.x(64, 1, torch.float32)
+    once = personalize("one-step", training, published, x)
+    ten_times = personalize("one-step", training, published, x.repeat(10, 1, 1, 1))
+    torch.testing.assert_close(ten_times.logits[:64], once.logits, rtol=1e-4, atol=1e-5)
+
+
+# Early stopping, on a model whose entropy along the steps is known
+
+
+BOTH = 2  # classes
+
+
+def slide(first: float, second: float, step: float, n: int = 1, **hyper: Any) -> Personalized:
+    """Personalize a model with logits (first, second) whatever the input; each step takes `step` off the first.
+
+    The model's weights are zero, so only its last bias counts; g is the first logit while that is positive, so
+    l = sqrt(n) * first. Below zero the guide is silent and the steps stand still.
+    """
+    model = mlp(3, (4, 4), BOTH)
+    training = FedTTAProx(
+        Task(model, BOTH, 1), FedTTAProxHyper(inner_lr=step / math.sqrt(n), weight_decay=0.0, adaptation_width=4)
+    )
+    state = {name: torch.zeros_like(value) for name, value in training.init(generator(0)).items()}
+    state["psi.fc3.bias"] = torch.tensor([first, second])
+    for layer in ("fc1", "fc2", "fc3", "fc4"):
+        state[f"phi.{layer}.weight"][0, 0] = 1.0
+    return personalize("early-stopped", training, Published(state, 0), torch.ones(n, 3), **hyper)
+
+
+def binary_entropy(gap: float) -> float:
+    logits = torch.tensor([[gap, 0.0]], dtype=torch.float64)
+    return float(entropy_in_bits(logits)) * math.log(2)
+
+
+# From a gap of 0.8 by steps of 0.5: the entropy rises to the third model, falls, and is least at the fifth, where the
+# first logit is zero and the guide falls silent.
+HILL: dict[str, Any] = {"first": 2.0, "second": 1.2, "step": 0.5}
+HILL_GAPS = [0.8, 0.3, -0.2, -0.7, -1.2]
+# From a gap of -0.2: the entropy falls from the start until the guide falls silent after four steps.
+SLOPE: dict[str, Any] = {"first": 2.0, "second": 2.2, "step": 0.5}
+SLOPE_GAPS = [-0.2, -0.7, -1.2, -1.7, -2.2]
+
+
+def assert_gap(personalized: Personalized, gap: float) -> None:
+    got = personalized.logits[:, 0] - personalized.logits[:, 1]
+    torch.testing.assert_close(got, torch.full_like(got, gap), rtol=0, atol=1e-5)
+    later = personalized.predict_logits(torch.randn(2, 3, generator=generator(1)))
+    torch.testing.assert_close(later[:, 0] - later[:, 1], got[:1].expand(2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 64])
+def test_the_diary_holds_the_entropy_before_and_after_each_step(n: int) -> None:
+    personalized = slide(**SLOPE, n=n, patience=1)
+    expected = [binary_entropy(gap) for gap in [*SLOPE_GAPS, SLOPE_GAPS[-1]]]
+    assert personalized.diary.entropy == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_falling_entropy_is_followed_to_its_end(patience: int) -> None:
+    personalized = slide(**SLOPE, patience=patience)
+    assert personalized.diary.steps == 4
+    assert len(personalized.diary.entropy) == 1 + 4 + patience
+    assert_gap(personalized, -2.2)
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_steps_that_do_not_lower_the_entropy_end_with_the_unadapted_model(patience: int) -> None:
+    """The third step lowers the entropy against the second, but not below the least so far."""
+    personalized = slide(**HILL, patience=patience)
+    assert len(personalized.diary.entropy) == 1 + patience
+    assert personalized.diary.steps == 0
+    assert_gap(personalized, 0.8)
+
+
+def test_patience_crosses_a_hill_and_keeps_the_least_entropy_beyond() -> None:
+    personalized = slide(**HILL, patience=4)
+    assert personalized.diary.steps == 4
+    assert len(personalized.diary.entropy) == 1 + 4 + 4
+    assert_gap(personalized, -1.2)
+
+
+@pytest.mark.parametrize(("steps", "gap"), [(1, -0.7), (2, -1.2), (3, -1.7)])
+def test_no_more_steps_are_taken_than_allowed(steps: int, gap: float) -> None:
+    personalized = slide(**SLOPE, steps=steps, patience=50)
+    assert len(personalized.diary.entropy) == 1 + steps
+    assert personalized.diary.steps == steps
+    assert_gap(personalized, gap)
+
+
+def test_fifty_steps_are_the_most_by_default() -> None:
+    personalized = slide(first=60.0, second=60.0, step=0.5)
+    assert personalized.diary.steps == 50
+    assert len(personalized.diary.entropy) == 51
+    assert_gap(personalized, -25.0)
+
+
+def test_among_adapted_candidates_the_unadapted_model_is_not_kept() -> None:
+    personalized = slide(**HILL, patience=1, candidates="adapted")
+    assert personalized.diary.steps == 1
+    assert_gap(personalized, 0.3)
+
+
+def test_adapted_candidates_are_compared_with_each_other_only() -> None:
+    """Of gaps 0.3, -0.2, -0.7 the last has the least entropy, though the unadapted model's 0.8 has less."""
+    personalized = slide(**HILL, patience=3, steps=3, candidates="adapted")
+    assert personalized.diary.steps == 3
+    assert_gap(personalized, -0.7)
+
+
+def test_a_tie_in_entropy_is_no_fall() -> None:
+    personalized = slide(first=-1.0, second=0.0, step=0.5, patience=3)  # the guide is silent from the start
+    assert len(personalized.diary.entropy) == 1 + 3
+    assert personalized.diary.steps == 0
+
+
+@pytest.mark.parametrize("candidates", ["all", "adapted"])
+@pytest.mark.parametrize("patience", [1, 3, 50])
+def test_the_kept_model_has_the_least_entropy_of_the_diary(case: Case, patience: int, candidates: str) -> None:
+    training = fedtta(case, inner_lr=0.3)
+    for n in (1, 12, 300):
+        x = case.x(n, n, torch.float32)
+        personalized = personalize(
+            "early-stopped", training, publish(training, 0), x, patience=patience, candidates=candidates
+        )
+        entropies = personalized.diary.entropy
+        assert len(entropies) <= 51
+        least = min(entropies if candidates == "all" else entropies[1:])
+        assert entropies[personalized.diary.steps] == least
+        assert personalized.diary.steps >= (candidates == "adapted")
+        kept = float(entropy_in_bits(personalized.logits.double())) * math.log(2)
+        assert kept == pytest.approx(least, rel=1e-4, abs=1e-5)
+
+
+def test_each_of_the_steps_is_the_one_steps(case: Case) -> None:
+    training = fedtta(case, inner_lr=0.2, weight_decay=0.01)
+    published = publish(training, 21)
+    x = case.x(100, 1)
+    personalized = personalize(
+        "early-stopped", training, published, x.float(), steps=3, patience=50, candidates="adapted"
+    )
+    psi, phi = psi_of(published), phi_of(published)
+    entropies, models = [], [psi]
+    for _ in range(3):
+        models.append(guided_step(case.forward, models[-1], phi, x, 0.2 * 0.99**2.1, 0.01))
+    entropies = [float(entropy_in_bits(case.forward(model, x))) * math.log(2) for model in models]
+    assert personalized.diary.entropy == pytest.approx(entropies, rel=1e-4)
+    kept = models[personalized.diary.steps]
+    assert_logits(personalized.logits, case.forward(kept, x), case.forward(psi, x))
+
+
+# TENT
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [{}, {"steps": 3}, {"clip": 0.01}, {"weight_decay": 0.05}, {"lr": 0.7}, {"parameters": "last"}],
+    ids=str,
+)
+@pytest.mark.parametrize("n", [1, 20, 600])
+def test_tent_descends_the_mean_entropy_in_bits(case: Case, n: int, hyper: dict[str, Any]) -> None:
+    training = fedavg(case, lr=0.9)
+    published = publish(training, 33, psi_scale=3.0)
+    x = case.x(n, 1)
+    psi = psi_of(published)
+    rate = (hyper.get("lr") or 0.9) * (1 if "lr" in hyper else 0.99**3.3)
+    last = "fc3" if case is CASES["mlp"] else "fc2"
+    adapted = psi
+    for _ in range(hyper.get("steps", 1)):
+        adapted = entropy_step(
+            case.forward,
+            adapted,
+            x,
+            rate,
+            hyper.get("weight_decay", 1e-4),
+            hyper.get("clip", 10.0),
+            only=last if "parameters" in hyper else "",
+        )
+    personalized = personalize("tent", training, published, x.float(), **hyper)
+    before, expected = case.forward(psi, x), case.forward(adapted, x)
+    assert (personalized.logits.double() - expected).norm() < 1e-3 * (expected - before).norm() + 1e-6
+    assert personalized.diary.steps == hyper.get("steps", 1)
+
+
+def test_tents_gradient_is_clipped_to_ten_by_default() -> None:
+    """Large features and a last layer small enough for soft predictions: the entropy is steep."""
+    case = CASES["mlp"]
+    training = fedavg(case, lr=0.01)
+    factors = {"fc1": 20.0, "fc2": 20.0, "fc3": 0.02}
+    state = training.init(generator(7))
+    published = Published({name: value * factors[name.split(".")[1]] for name, value in state.items()}, 0)
+    x, psi = case.x(30, 1), psi_of(published)
+    clipped = entropy_step(case.forward, psi, x, 0.01, 1e-4, 10.0)
+    unclipped = entropy_step(case.forward, psi, x, 0.01, 1e-4, math.inf)
+    assert distance(difference(clipped, psi), difference(unclipped, psi)) > 0.1, "the case does not clip"
+    personalized = personalize("tent", training, published, x.float())
+    assert_logits(personalized.logits, case.forward(clipped, x), case.forward(psi, x))
+
+
+def test_tent_with_no_step_is_no_personalization(case: Case) -> None:
+    training = fedavg(case)
+    x = case.x(20, 1, torch.float32)
+    personalized = personalize("tent", training, publish(training, 0), x, steps=0)
+    assert torch.equal(personalized.logits, personalized.before)
+
+
+def test_tent_says_that_there_are_no_normalisation_layers_to_adapt(case: Case) -> None:
+    training = fedavg(case)
+    with pytest.raises(ConfigError, match="norm"):
+        personalize("tent", training, publish(training, 0), case.x(3, 1, torch.float32), parameters="norm")
+
+
+# What fits
+
+
+@pytest.mark.parametrize("name", ["one-step", "early-stopped"])
+def test_guided_steps_do_not_fit_a_training_without_a_guide(name: str) -> None:
+    training = fedavg(CASES["mlp"])
+    assert PERSONALIZERS[name].why_not(training)
+    with pytest.raises(ConfigError, match=f"{name}.*fedavg"):
+        make_personalizer(name, training, PERSONALIZERS[name].Hyper())
+
+
+# What a personalizer cannot know
+
+
+def test_a_personalizers_client_has_no_place_for_labels() -> None:
+    assert {field.name for field in dataclasses.fields(Unlabelled)} == {"id", "x", "seed"}
+    public = {name for name in dir(Unlabelled) if not name.startswith("_")}
+    assert public <= {"id", "x", "seed", "generator"}
+    with pytest.raises(TypeError):
+        Unlabelled(0, torch.zeros(1), 0, y=torch.zeros(1))  # type: ignore[call-arg]
+    with pytest.raises(AttributeError):
+        Unlabelled(0, torch.zeros(1)).y = torch.zeros(1)  # type: ignore[attr-defined]
+
+
+ALLOWED = {
+    *("abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "operator", "typing"),
+    *("__future__", "pydantic", "torch"),
+}
+ALLOWED_OWN = ("upfl.errors", "upfl.models", "upfl.randomness", "upfl.state", "upfl.training", "upfl.personalize")
+FORBIDDEN_TORCH = ("torch.utils", "torch.distributed", "torch.hub", "torch.multiprocessing", "torch.serialization")
+FORBIDDEN_CALLS = {"open", "exec", "eval", "compile", "__import__", "input"}
+FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("torch", "from_file"), ("torch", "hub")}
+
+
+def source_files(*packages: str) -> list[Path]:
+    root = Path(upfl.__file__).parent
+    files = [path for package in packages for path in sorted((root / package).rglob("*.py"))]
+    assert len(files) >= 2 * len(packages)
+    return files
+
+
+def imported(tree: ast.Module, package: str) -> set[str]:
+    """Every module that a file may import, wherever the statement stands."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            # `from upfl import data` imports a module, too.
+            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "upfl" else {module}
+    return names
+
+
+@pytest.mark.parametrize("package", ["personalize", "training"])
+def test_methods_import_neither_data_nor_engine_nor_files_nor_network(package: str) -> None:
+    for path in source_files(package):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for module in imported(tree, f"upfl.{package}"):
+            where = f"{path.name} imports {module}"
+            if module.split(".")[0] == "upfl":
+                assert any(module == own or module.startswith(f"{own}.") for own in ALLOWED_OWN), where
+            else:
+                assert module.split(".")[0] in ALLOWED, where
+                assert not module.startswith(FORBIDDEN_TORCH), where
+
+
+@pytest.mark.parametrize("package", ["personalize", "training"])
+def test_methods_open_nothing(package: str) -> None:
+    for path in source_files(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name):
+                assert node.id not in FORBIDDEN_CALLS, f"{path.name} uses {node.id}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) not in FORBIDDEN_ATTRIBUTES, f"{path.name} uses torch.{node.attr}"
+
+
+def test_what_methods_may_import_leads_to_no_data_or_engine() -> None:
+    """`upfl.models` and the like are open to methods; they must not be a back door."""
+    root = Path(upfl.__file__).parent
+    for module in ("errors", "models", "randomness", "state"):
+        for name in imported(ast.parse((root / f"{module}.py").read_text(encoding="utf-8")), "upfl"):
+            assert not name.startswith(("upfl.data", "upfl.engine", "upfl.api", "upfl.config")), f"{module}: {name}"
+
+
+# State for State's sake
+
+
+def test_logits_before_and_after_are_the_clients_own_in_order() -> None:
+    case = CASES["mlp"]
+    training = fedtta(case, inner_lr=0.5)
+    published = publish(training, 0)
+    x = case.x(300, 1, torch.float32)
+    personalized = personalize("one-step", training, published, x)
+    alone: State = select(published.state, "psi")
+    torch.testing.assert_close(personalized.before[270:], forward_mlp(alone, x[270:]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(personalized.logits[270:], personalized.predict_logits(x[270:]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(personalized.predict(x), personalized.logits.argmax(1))
