@@ -124,40 +124,64 @@ class Trace:
         # Below the first layer with parameters nothing depends on them: gradients stop there, but for the input's.
         self._first = next(i for i, layer in enumerate(model.layers) if layer.shapes())
 
-    def backward(self, u: Tensor, inputs: bool = False) -> State:
-        """J^T u for the parameters; with `inputs`, also for the input, as `input_gradient`."""
-        return self._walk_back(u, inputs, tangent=False)
+    def backward(self, u: Tensor, inputs: bool = False, plus: Plus | None = None, factor: float = 1.0) -> State:
+        """factor * J^T u for the parameters, plus what is given; with `inputs`, J^T u for the input as
+        `input_gradient`."""
+        return self._walk_back(u, inputs, Sink(plus, factor), tangent=False)
 
     def backward_to_input(self, u: Tensor) -> Tensor:
         """J^T u for the input alone."""
-        g: Tensor | None = u
-        for layer in reversed(self.passes):
-            assert g is not None
-            g = layer.backward(g, None, True)
-        assert g is not None
-        return g
+        self._walk_back(u, True, None, tangent=False)
+        return self.input_gradient
 
-    def tangent(self, v: State | None, dx: Tensor | None = None) -> Tensor:
-        """The output's change along v (the parameters' tangent) and dx (the input's); None stands still."""
+    def tangent(self, v: State | None, dx: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """The output's change along scale * v (the parameters' tangent) and dx (the input's); None stands still."""
         for layer in self.passes[0 if dx is not None else self._first :]:
-            dx = layer.tangent(v, dx)
+            dx = layer.tangent(v, scale, dx)
         assert dx is not None
         return dx
 
-    def backward_tangent(self, du: Tensor, inputs: bool = False) -> State:
-        """The change of `backward(u)` along the last `tangent` when u changes by du."""
-        return self._walk_back(du, inputs, tangent=True)
+    def backward_tangent(self, du: Tensor, inputs: bool = False, plus: Plus | None = None) -> State:
+        """The change of `backward(u)` along the last `tangent` when u changes by du, plus what is given."""
+        return self._walk_back(du, inputs, Sink(plus, 1.0), tangent=True)
 
-    def _walk_back(self, u: Tensor, inputs: bool, tangent: bool) -> State:
-        gradients: State = {}
+    def _walk_back(self, u: Tensor, inputs: bool, to: Sink | None, tangent: bool) -> State:
         g: Tensor | None = u
         for i in range(len(self.passes) - 1, -1 if inputs else self._first - 1, -1):
             assert g is not None
             step = self.passes[i].backward_tangent if tangent else self.passes[i].backward
-            g = step(g, gradients, inputs or i > self._first)
+            g = step(g, to, inputs or i > self._first)
         if g is not None:
             self.input_gradient = g
-        return gradients
+        return to.result if to else {}
+
+
+Plus = tuple[State, float]  # a state and a factor on it
+
+
+class Sink:
+    """Where a walk back leaves gradients: times a factor, plus a multiple of another state, in one pass over memory."""
+
+    def __init__(self, plus: Plus | None, factor: float) -> None:
+        self.result: State = {}
+        self.base: State | None = plus[0] if plus else None
+        self.beta = plus[1] if plus else 0.0
+        self.alpha = factor
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> None:
+        if self.base is None:
+            self.result[name] = torch.mm(a, b) if self.alpha == 1 else torch.mm(a, b).mul_(self.alpha)
+        else:
+            self.result[name] = torch.addmm(self.base[name], a, b, beta=self.beta, alpha=self.alpha)
+
+    def further_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        self.result[name].addmm_(a, b, alpha=self.alpha)
+
+    def value(self, name: str, gradient: Tensor) -> None:
+        if self.base is None:
+            self.result[name] = gradient if self.alpha == 1 else gradient.mul_(self.alpha)
+        else:
+            self.result[name] = torch.mul(self.base[name], self.beta).add_(gradient, alpha=self.alpha)
 
 
 class Layer(Protocol):
@@ -174,16 +198,16 @@ class Pass(Protocol):
 
     y: Tensor
 
-    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
-        """Write the parameters' gradients into `to`, if given; return the input's gradient if `inputs`.
+    def backward(self, gy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
+        """Leave the parameters' gradients in `to`, if given; return the input's gradient if `inputs`.
 
         gy may be overwritten by a pass without parameters; one with parameters keeps it for `backward_tangent`.
         """
 
-    def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
-        """The output's change along v and dx, where None stands still."""
+    def tangent(self, v: State | None, scale: float, dx: Tensor | None) -> Tensor:
+        """The output's change along scale * v and dx, where None stands still."""
 
-    def backward_tangent(self, dgy: Tensor, to: State, inputs: bool) -> Tensor | None:
+    def backward_tangent(self, dgy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
         """`backward`, differentiated along the tangent: gy changes by dgy."""
 
 
@@ -206,29 +230,31 @@ class _LinearPass:
         self.w, self.wt, self.x = params[weight], params[weight].t(), x
         self.y = torch.addmm(params[bias], x, self.wt)
 
-    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
+    def backward(self, gy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
         self.gy, self.gyt = gy, gy.t()
         if to is not None:
-            to[self.weight] = torch.mm(self.gyt, self.x)
-            to[self.bias] = gy.sum(0)
+            to.product(self.weight, self.gyt, self.x)
+            to.value(self.bias, gy.sum(0))
         return torch.mm(gy, self.w) if inputs else None
 
-    def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
-        self.v, self.dx = v, dx
+    def tangent(self, v: State | None, scale: float, dx: Tensor | None) -> Tensor:
+        self.v, self.scale, self.dx = v, scale, dx
         if v is None:
             assert dx is not None
             return torch.mm(dx, self.wt)
-        dy = torch.addmm(v[self.bias], self.x, v[self.weight].t())
+        dy = torch.addmm(v[self.bias], self.x, v[self.weight].t(), beta=scale, alpha=scale)
         return dy if dx is None else dy.addmm_(dx, self.wt)
 
-    def backward_tangent(self, dgy: Tensor, to: State, inputs: bool) -> Tensor | None:
-        weight = torch.mm(dgy.t(), self.x)
-        to[self.weight] = weight if self.dx is None else weight.addmm_(self.gyt, self.dx)
-        to[self.bias] = dgy.sum(0)
+    def backward_tangent(self, dgy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
+        if to is not None:
+            to.product(self.weight, dgy.t(), self.x)
+            if self.dx is not None:
+                to.further_product(self.weight, self.gyt, self.dx)
+            to.value(self.bias, dgy.sum(0))
         if not inputs:
             return None
         dgx = torch.mm(dgy, self.w)
-        return dgx if self.v is None else dgx.addmm_(self.gy, self.v[self.weight])
+        return dgx if self.v is None else dgx.addmm_(self.gy, self.v[self.weight], alpha=self.scale)
 
 
 @dataclass(frozen=True)
@@ -250,29 +276,35 @@ class _ConvPass:
     def __init__(self, weight: str, bias: str, params: State, x: Tensor) -> None:
         self.weight, self.bias = weight, bias
         self.w, self.x = params[weight], x
+        self.dv: Tensor | None = None
         self.y = F.conv2d(x, self.w, params[bias], padding=2)
 
-    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
+    def backward(self, gy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
         self.gy = gy
         gx, weight, bias = _conv_gradients(gy, self.x, self.w, inputs, to is not None)
         if to is not None:
-            to[self.weight], to[self.bias] = weight, bias
+            to.value(self.weight, weight)
+            to.value(self.bias, bias)
         return gx
 
-    def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
-        self.v, self.dx = v, dx
+    def tangent(self, v: State | None, scale: float, dx: Tensor | None) -> Tensor:
+        self.dx, self.dv = dx, None
         if v is None:
             assert dx is not None
             return F.conv2d(dx, self.w, padding=2)
-        dy = F.conv2d(self.x, v[self.weight], v[self.bias], padding=2)
+        self.dv = v[self.weight] * scale  # small beside the activations
+        dy = F.conv2d(self.x, self.dv, v[self.bias] * scale, padding=2)
         return dy if dx is None else dy.add_(F.conv2d(dx, self.w, padding=2))
 
-    def backward_tangent(self, dgy: Tensor, to: State, inputs: bool) -> Tensor | None:
-        dgx, to[self.weight], to[self.bias] = _conv_gradients(dgy, self.x, self.w, inputs, True)
-        if self.dx is not None:
-            to[self.weight].add_(_conv_gradients(self.gy, self.dx, self.w, False, True)[1])
-        if inputs and self.v is not None:
-            dgx.add_(_conv_gradients(self.gy, self.x, self.v[self.weight], True, False)[0])
+    def backward_tangent(self, dgy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
+        dgx, weight, bias = _conv_gradients(dgy, self.x, self.w, inputs, to is not None)
+        if to is not None:
+            if self.dx is not None:
+                weight.add_(_conv_gradients(self.gy, self.dx, self.w, False, True)[1])
+            to.value(self.weight, weight)
+            to.value(self.bias, bias)
+        if inputs and self.dv is not None:
+            dgx.add_(_conv_gradients(self.gy, self.x, self.dv, True, False)[0])
         return dgx
 
 
@@ -294,14 +326,14 @@ class _PiecewiseLinear:
     def push(self, dx: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def backward(self, gy: Tensor, to: State | None, inputs: bool) -> Tensor | None:
+    def backward(self, gy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
         return self.pull(gy) if inputs else None
 
-    def tangent(self, v: State | None, dx: Tensor | None) -> Tensor:
+    def tangent(self, v: State | None, scale: float, dx: Tensor | None) -> Tensor:
         assert dx is not None
         return self.push(dx)
 
-    def backward_tangent(self, dgy: Tensor, to: State, inputs: bool) -> Tensor | None:
+    def backward_tangent(self, dgy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
         return self.pull(dgy) if inputs else None
 
 

@@ -10,7 +10,7 @@ by g makes f fit the client. On a batch (X, Y):
     server: the mean of both
 
 Z. are the logits of the model received at the start of the round. The gradients go through the inner step. With
-v = grad L at psi~, d = -inner_lr * v and u = grad_Z l_per (so that grad_psi l_per = J^T u):
+v = grad L at psi~, d = -inner_lr * v and u = grad_Z l_per, so that grad_psi l_per = J^T u:
 
     grad_psi L = (1 - inner_lr * weight_decay) * v + d/dt (J^T u) along d  [+ J^T mu grad_Z KL]
     grad_phi L = grad_phi <u, J d>
@@ -70,29 +70,23 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         s = g.output if batch.mask is None else g.output * batch.mask.unsqueeze(1)
         l_per = (s.square().sum() + 1e-12).sqrt()
         direction = s / l_per
-        inner = base.backward(g.backward_to_input(direction))
-        psi_tilde = dict(zip(psi, torch._foreach_mul(list(psi.values()), shrink), strict=True))
-        torch._foreach_add_(list(psi_tilde.values()), [inner[name] for name in psi], alpha=-inner_lr)
+        psi_tilde = base.backward(g.backward_to_input(direction), plus=(psi, shrink), factor=-inner_lr)
 
         personalized = self.model.trace(psi_tilde, batch.x)
         loss, dz = cross_entropy(personalized.output, batch)
         v = personalized.backward(dz)
-        d = dict(zip(v, torch._foreach_mul(list(v.values()), -inner_lr), strict=True))
 
-        ds = g.tangent(None, base.tangent(d))
+        ds = g.tangent(None, base.tangent(v, scale=-inner_lr))
         ds = ds if batch.mask is None else ds * batch.mask.unsqueeze(1)
         grad_phi = g.backward_tangent((ds - direction * (direction * ds).sum()) / l_per, inputs=True)
         penalty, dz_penalty = self.penalty(carry, base.output, batch)
         if hyper.second_order:
             du = g.input_gradient
-            grad_psi = base.backward_tangent(du if dz_penalty is None else du + dz_penalty)
-            torch._foreach_add_(list(grad_psi.values()), [v[name] for name in grad_psi], alpha=shrink)
+            grad_psi = base.backward_tangent(du if dz_penalty is None else du + dz_penalty, plus=(v, shrink))
+        elif dz_penalty is not None:
+            grad_psi = base.backward(dz_penalty, plus=(v, shrink))
         else:
-            grad_psi = v
-            torch._foreach_mul_(list(grad_psi.values()), shrink)
-            if dz_penalty is not None:
-                through_base = base.backward(dz_penalty)
-                torch._foreach_add_(list(grad_psi.values()), [through_base[name] for name in grad_psi])
+            grad_psi = {name: value * shrink for name, value in v.items()}
 
         sgd_(psi, grad_psi, hyper.rate(hyper.outer_lr, round), hyper.weight_decay, hyper.clip)
         self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))

@@ -28,16 +28,35 @@ def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, S
 
 
 def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip: float) -> None:
-    """params <- params - rate * (clip(gradients) + weight_decay * params), in place. The gradients are used up."""
-    values, steps = list(params.values()), [gradients[name] for name in params]
-    clip_(steps, clip)
-    torch._foreach_mul_(values, 1 - rate * weight_decay)
-    torch._foreach_add_(values, steps, alpha=-rate)
+    """params <- params - rate * (clip(gradients) + weight_decay * params), in place."""
+    values = list(params.values())
+    # The fused kernel walks through memory: a gradient must lie there as its parameter does.
+    steps = [_laid_out_like(value, gradients[name]) for name, value in params.items()]
+    divisor = ((norm(steps) + 1e-6) / clip).clamp(min=1.0)
+    torch._fused_sgd_(
+        values,
+        steps,
+        [],
+        weight_decay=weight_decay,
+        momentum=0.0,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=divisor.to(torch.float32),
+    )
 
 
 def clip_(gradients: list[Tensor], largest: float) -> None:
     """Scale gradients down to a joint norm of at most `largest`, in place."""
     torch._foreach_mul_(gradients, (largest / (norm(gradients) + 1e-6)).clamp(max=1.0))
+
+
+def _laid_out_like(value: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.stride() == value.stride():
+        return gradient
+    return torch.empty_like(value).copy_(gradient)
 
 
 def _minus_one(y: Tensor, like: Tensor) -> Tensor:
