@@ -27,6 +27,7 @@ from upfl.training.base import Published, Training
 def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
     """Train a federation into the new run folder `out`, with one worker process a core unless told otherwise."""
     path = Path(out)
+    assemble(config, checked_device(config.device))  # what cannot start leaves no folder behind
     if not under_torchrun() or os.environ["RANK"] == "0":
         RunFolder.create(path, config)
     return _work(path, workers, observer)

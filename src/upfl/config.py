@@ -224,7 +224,7 @@ def _set(values: dict[str, Any], setting: str) -> None:
         for part in path:
             target = target.get(part)  # type: ignore[assignment]
             if not isinstance(target, dict):
-                raise ConfigError(f"--set {setting}: there is no table '{'.'.join(path)}' in this run")
+                raise unknown("table", path[-1] if path[0] == "personalize" else path[0], [*TABLES, *PERSONALIZERS])
         target[last] = value
         return
     places: list[tuple[type[BaseModel], dict[str, Any]]] = [
@@ -249,5 +249,19 @@ def _validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
         for item in error.errors():
             field = ".".join(str(part) for part in item["loc"]) or "(whole)"
             given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
-            lines.append(f"  {field}: {item['msg']}{given}")
+            if item["type"] == "extra_forbidden":
+                lines.append(f"  {unknown('field', field, _fields(kind, item['loc']))}")
+            else:
+                lines.append(f"  {field}: {item['msg']}{given}")
         raise ConfigError("\n".join(lines)) from None
+
+
+def _fields(kind: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The fields that there are in the place of one that there is not."""
+    for part in path[:-1]:
+        annotation = kind.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        kind = annotation
+    prefix = ".".join(str(part) for part in path[:-1])
+    return [f"{prefix}.{name}" if prefix else name for name in kind.model_fields]

@@ -17,5 +17,9 @@ class RunError(UpflError):
     """A run cannot start, go on or be read."""
 
 
+class StoppedError(RunError):
+    """A run that was under way had to stop; it can be resumed."""
+
+
 class BadClientError(UpflError):
     """What a client sent cannot be used: it is left out of the round."""

@@ -20,7 +20,7 @@ from upfl.cli.progress import ProgressBar
 from upfl.config import PROFILES, Config, configure
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import under_torchrun
-from upfl.errors import ConfigError, RunError, UpflError
+from upfl.errors import ConfigError, RunError, StoppedError, UpflError
 from upfl.methods import ROWS, row_title
 
 Workers = Annotated[
@@ -132,19 +132,19 @@ def default_folder(config: Config) -> Path:
 @contextmanager
 def watched(path: Path, title: str, quiet: bool) -> Iterator[ProgressBar | None]:
     """A progress bar around a run, and the way back into it when it is interrupted."""
-    if quiet or (under_torchrun() and os.environ["RANK"] != "0"):
-        yield None
-        return
+    follows = under_torchrun() and os.environ["RANK"] != "0"
     try:
-        with ProgressBar(title) as bar:
-            yield bar
+        if quiet or follows:
+            yield None
+        else:
+            with ProgressBar(title) as bar:
+                yield bar
     except KeyboardInterrupt:
-        Console(stderr=True, soft_wrap=True).print(f"stopped; go on with [bold]upfl resume {path}[/bold]")
+        if not follows:
+            typer.echo(f"stopped; go on with upfl resume {path}", err=True)
         raise typer.Exit(130) from None
-    except RunError as error:
-        if (path / "checkpoint.safetensors").exists():
-            raise RunError(f"{error}\nThe run can be resumed: upfl resume {path}") from error
-        raise
+    except StoppedError as error:
+        raise StoppedError(f"{error}\nThe run can be resumed: upfl resume {path}") from error
 
 
 def show_runs(runs: list[api.Run], as_json: bool) -> None:
@@ -161,7 +161,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         for row in result["rows"]:
             gain = row["test"] - row["test_before"]
             table.add_row(
-                run.path.name,
+                escape(run.path.name),
                 row_title(row["row"]),
                 str(result["rounds"]),
                 f"{row['validation']:.2f}",
@@ -174,9 +174,8 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     console.print(table)
     for run in runs:
         if left_out := run.result["left_out"]:
-            console.print(
-                f"[yellow]{run.path}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]"
-            )
+            where = escape(str(run.path))
+            console.print(f"[yellow]{where}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]")
     for warned in dict.fromkeys(row["row"] for run in runs for row in run.result["rows"]):
         if warning := next((method.warning for method in ROWS if method.row == warned), ""):
             console.print(f"[yellow]{row_title(warned)} {warning}.[/yellow]")
@@ -197,7 +196,7 @@ def _finish(runs: list[api.Run], as_json: bool) -> None:
     show_runs(runs, as_json)
     if not as_json:
         for run in runs:
-            Console().print(f"run folder: {run.path}", soft_wrap=True)
+            typer.echo(f"run folder: {run.path}")
 
 
 def _participation(text: str | None) -> int | float | None:

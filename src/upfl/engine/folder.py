@@ -14,6 +14,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -66,7 +67,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path}: is a file; --out takes a folder")
+        if path.exists() and any(entry.name != "config.toml.part" for entry in path.iterdir()):
             if (path / "config.toml").exists():
                 raise RunError(
                     f"{path}: there is a run already; `upfl resume {path}` goes on, --out takes another folder"
@@ -97,13 +100,10 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
         try:
-            return [json.loads(line) for line in lines]
-        except json.JSONDecodeError as error:
-            raise RunError(
-                f"{path}: line {len(lines)} is damaged ({error}); `upfl resume` mends an unfinished run"
-            ) from error
+            return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        except ValueError as error:
+            raise RunError(f"{path}: damaged ({error}); `upfl resume {self.path}` mends an unfinished run") from error
 
     # Checkpoint
 
@@ -112,6 +112,7 @@ class RunFolder:
         _sync(self.path / "metrics.jsonl")
         facts = {
             "format": FORMAT,
+            "run": self._identity(),
             "round": progress.round,
             "metrics_bytes": progress.metrics_bytes,
             "left_out": progress.left_out,
@@ -120,6 +121,7 @@ class RunFolder:
         tensors = prefixed("server", progress.server) | prefixed("correct", progress.correct)
         if len(progress.memory_rounds):
             tensors["memory_rounds"] = progress.memory_rounds
+        facts["tensors"] = len(tensors)
         _save_state(self.path / "checkpoint.safetensors", tensors, {"upfl": json.dumps(facts)})
         self._remove(best for best in self._best_files() if best.stem not in _best_names(progress))
 
@@ -129,8 +131,14 @@ class RunFolder:
         if not path.exists():
             return None
         tensors, facts = read_state(path)
-        if facts.get("format") != FORMAT:
-            raise RunError(f"{path}: format {facts.get('format')} is not this version's ({FORMAT})")
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            found = facts.get("format") if isinstance(facts, dict) else facts
+            raise RunError(f"{path}: its format ({found}) is not this version's ({FORMAT})")
+        missing = {"run", "round", "metrics_bytes", "left_out", "best", "tensors"} - facts.keys()
+        if missing or facts["tensors"] != len(tensors):
+            raise RunError(f"{path}: damaged (missing: {', '.join(sorted(missing)) or 'tensors'})")
+        if facts["run"] != self._identity():
+            raise RunError(f"{path}: belongs to a run with another data set, partition, model, training or seed")
         return Progress(
             server={name: value.to(device) for name, value in select(tensors, "server").items()},
             round=facts["round"],
@@ -140,6 +148,11 @@ class RunFolder:
             correct=select(tensors, "correct"),
             memory_rounds=tensors.get("memory_rounds", torch.empty(0, dtype=torch.int64)),
         )
+
+    def _identity(self) -> str:
+        """What a checkpoint may not be mixed up in: everything that decides about states, not how far to go."""
+        same = {"dataset", "seed", "partition_seed", "clients_per_round", "model", "partition", "training"}
+        return hashlib.sha256(self.config().model_dump_json(include=same).encode()).hexdigest()[:16]
 
     def roll_back(self, progress: Progress | None) -> None:
         """Remove what was written after the checkpoint, by a run that was stopped."""
@@ -204,7 +217,10 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "result.json").exists()
+        try:
+            return bool(self.result())
+        except RunError:
+            return False
 
     def save_result(self, result: dict[str, Any]) -> None:
         _write(self.path / "result.json", (json.dumps(result, indent=1) + "\n").encode())
@@ -215,7 +231,9 @@ class RunFolder:
             raise RunError(f"{self.path}: the run is not finished; go on with `upfl resume {self.path}`")
         try:
             result: dict[str, Any] = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            if not isinstance(result, dict) or "rows" not in result:
+                raise ValueError("there are no rows")
+        except ValueError as error:
             raise RunError(f"{path}: damaged ({error}); `upfl resume {self.path}` writes it anew") from error
         return result
 
@@ -248,7 +266,7 @@ def read_state(path: Path) -> tuple[State, dict[str, Any]]:
             return {name: file.get_tensor(name) for name in names}, json.loads(metadata.get("upfl", "{}"))
     except FileNotFoundError as error:
         raise RunError(f"{path}: missing") from error
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, ValueError) as error:
         raise RunError(f"{path}: damaged ({error})") from error
 
 

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from upfl.errors import RunError
+from upfl.errors import StoppedError
 
 T = TypeVar("T")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+FOLLOWED = 75  # the exit code of a worker that ended because another one did
 TIMEOUT = timedelta(days=7)  # a round may take as long as it takes; a dead peer is noticed by its closed connection
 
 
@@ -67,9 +68,10 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            for child in self.children:
-                child.check(wait=5)
-            raise RunError(f"the connection to another worker broke: {error}") from error
+            for _ in range(50):  # the system may take a moment to tell who died
+                self.check()
+                time.sleep(0.1 if self.children else 0)
+            raise StoppedError(f"the connection to another worker broke: {error}") from error
 
 
 class Child:
@@ -84,17 +86,15 @@ class Child:
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
 
-    def check(self, wait: float | None = None) -> None:
-        try:
-            code = self.process.wait(wait) if wait else self.process.poll()
-        except subprocess.TimeoutExpired:
-            return
-        if code is None or code == 0:
+    def check(self) -> None:
+        """Raise if the worker has ended by a fault of its own."""
+        code = self.process.poll()
+        if code in (None, 0, FOLLOWED):
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-12:])
         last_words = f"; its last words:\n{last}" if last else ""
-        raise RunError(f"worker {self.rank} (process {self.process.pid}) {how}{last_words}")
+        raise StoppedError(f"worker {self.rank} (process {self.process.pid}) {how}{last_words}")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -121,7 +121,8 @@ def workers(size: int, command: Sequence[str]) -> Iterator[Group]:
         try:
             yield join(0, size, store, children)
             for child in children:
-                child.check(wait=60)
+                child.process.wait(60)
+                child.check()
         finally:
             for child in children:
                 child.stop()

@@ -22,7 +22,7 @@ from upfl.engine.evaluate import Scores, evaluate
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
-from upfl.errors import BadClientError, ConfigError, RunError
+from upfl.errors import BadClientError, ConfigError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
 from upfl.randomness import generator
@@ -55,6 +55,7 @@ class Engine:
         self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device)
         self.clients = len(self.federation.training)
         self.progress = Progress(server={})
+        self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
 
     def run(self, observer: Observer | None = None) -> None:
@@ -85,7 +86,7 @@ class Engine:
             found = Progress({name: value.to(self.device) for name, value in server.items()})
         if self.training.remembers and not len(found.memory_rounds):
             found.memory_rounds = torch.full((self.clients,), -1)
-        self.progress = found
+        self.progress, self._saved = found, found.round
 
     def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
         started, round, progress = time.perf_counter(), self.progress.round, self.progress
@@ -106,10 +107,11 @@ class Engine:
             if code
         ]
         if not total.count:
-            raise RunError(
+            raise StoppedError(
                 f"round {round + 1}: every one of the {len(participants)} clients had to be left out "
-                f"(the first: {left_out[0]['reason']}); the checkpoint holds round {progress.round}. "
-                "A lower learning rate is the usual cure"
+                f"(the first: {left_out[0]['reason']}); "
+                + (f"the checkpoint holds round {self._saved}. " if self._saved else "there is no checkpoint yet. ")
+                + "A lower learning rate is the usual cure"
             )
         progress.server = self.training.aggregate(progress.server, total, round)
         progress.round = round + 1
@@ -223,6 +225,7 @@ class Engine:
         progress.metrics_bytes = self.folder.append_metrics(metrics)
         if progress.round % self.config.checkpoint_every == 0 or progress.round == self.config.rounds:
             self.folder.save(progress)
+            self._saved = progress.round
             self.folder.remove_memory(self._superseded)
             self._superseded.clear()
 
@@ -302,6 +305,8 @@ def assemble(
 def checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps", "xpu"):
+            raise RuntimeError("not a device that computes")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import end_with_parent, join
+from upfl.engine.group import FOLLOWED, end_with_parent, join
 from upfl.engine.rounds import Engine
+from upfl.errors import StoppedError
 from upfl.methods import load_plugins
 
 
@@ -15,7 +16,10 @@ def main(rank: str, size: str, store: str, run: str, *plugins: str) -> None:
     end_with_parent()
     load_plugins(plugins)
     group = join(int(rank), int(size), Path(store))
-    Engine(RunFolder.open(Path(run)), group).run()
+    try:
+        Engine(RunFolder.open(Path(run)), group).run()
+    except StoppedError:  # the first process says why
+        sys.exit(FOLLOWED)
     dist.destroy_process_group()
 
 

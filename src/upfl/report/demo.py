@@ -17,6 +17,7 @@ BEFORE, GAIN, LOSS = "#9aa5b1", "#1b7f5c", "#c2452d"
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(1, len(rows), figsize=(2.6 * len(rows), 4.2), sharey=True, layout="constrained")
+    lowest = min(min(c["before"], c["accuracy"]) for row in rows for c in row["clients"] if c["kind"] == "new")
     for panel, row in zip(np.atleast_1d(panels), rows, strict=True):
         clients = sorted((c for c in row["clients"] if c["kind"] == "new"), key=lambda c: (c["before"], c["accuracy"]))
         for place, client in enumerate(clients):
@@ -30,7 +31,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_xticks([])
         panel.set_xlabel(f"{len(clients)} new clients", fontsize=9, color="#52606d")
         panel.spines[["top", "right", "bottom"]].set_visible(False)
-        panel.set_ylim(-3, 103)
+        panel.set_ylim(10 * (lowest // 10) - 2, 102)
     np.atleast_1d(panels)[0].set_ylabel("accuracy on own unlabelled data, %")
     figure.suptitle(
         "Each line is a newcomer: grey dot before personalization, coloured dot after (green gained, red lost)",
