@@ -1,4 +1,4 @@
-"""Memory of a training with several workers: `python -m benchmarks.memory --dataset cifar10 --workers 2`.
+"""Memory of a training with several workers: `python -m benchmarks.memory --dataset cifar10`.
 
 Trains a few clients and sums the proportional set sizes (PSS: a page shared by n processes counts 1/n in each) of the
 process and its workers, sampled while they run. Linux only: it reads /proc.
@@ -18,12 +18,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--method", default="fedtta")
     parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, help="by default as `upfl train` chooses")
     parser.add_argument("--clients", type=int, default=10, help="clients a round")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "upfl", "train", arguments.method, arguments.dataset, "--rounds", "1"]
-        command += ["--clients-per-round", str(arguments.clients), "--workers", str(arguments.workers)]
+        command += ["--clients-per-round", str(arguments.clients)]
+        command += ["--workers", str(arguments.workers)] if arguments.workers else []
         command += ["--set", "evaluate_clients=6", "--out", f"{folder}/run", "--json"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         peak, processes = 0, 0
@@ -33,8 +34,9 @@ def main() -> None:
             time.sleep(0.2)
     if process.returncode:
         sys.exit(process.returncode)
-    print(f"{arguments.method} on {arguments.dataset}, {arguments.workers} workers ({processes} processes): ", end="")
-    print(f"peak of summed PSS {peak / 2**30:.2f} GiB")
+    print(
+        f"{arguments.method} on {arguments.dataset}, {processes} process(es): peak of summed PSS {peak / 2**30:.2f} GiB"
+    )
 
 
 def descendants(pid: int) -> list[int]:

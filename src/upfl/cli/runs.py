@@ -101,6 +101,7 @@ def resume(
 def show(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
     as_json: AsJson = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="A Markdown table.")] = False,
 ) -> None:
     """The scores of one or more runs; what cannot be read is named.
 
@@ -114,7 +115,9 @@ def show(
             readable.append(run)
         except UpflError as error:
             problems.append(str(error))
-    if readable or as_json:
+    if markdown:
+        typer.echo(markdown_table(readable))
+    elif readable or as_json:
         show_runs(readable, as_json)
     for problem in problems:
         Console(stderr=True, soft_wrap=True).print(f"[yellow]left out:[/yellow] {escape(problem)}")
@@ -182,6 +185,20 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     console.print(
         "[dim]before, after: the model before and after personalization, at the round of best validation.[/dim]"
     )
+
+
+def markdown_table(runs: list[api.Run]) -> str:
+    lines = [
+        "| row | rounds | seed | partition | validation | before | after | last | best | clients 10% - median - 90% |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in runs:
+        result = run.result
+        facts = [result["rounds"], result["seed"], result["partition_seed"]]
+        for row in result["rows"]:
+            scores = [f"{row[key]:.2f}" for key in ("validation", "test_before", "test", "test_last", "test_best")]
+            lines.append(f"| {' | '.join(map(str, [row_title(row['row']), *facts, *scores, spread(row)]))} |")
+    return "\n".join(lines)
 
 
 def spread(row: dict[str, Any]) -> str:
