@@ -10,7 +10,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +264,8 @@ class Interrupter:
 
     def begin(self, run: Engine) -> None: ...
 
+    def note(self, text: str) -> None: ...
+
     def stage(self, what: str) -> None:
         self._count(what.split()[0])
 
@@ -335,7 +337,8 @@ def train_one(training: Training[Any], server: State, memory: State, client: Loc
                 carry, loss = phase.step(carry, batch, client.round)
                 assert loss.dim() == 0
                 assert loss.isfinite()
-        return training.finish(server, carry, client)
+        up, kept = training.finish(server, carry, client)
+        return dict(up), kept
 
 
 def folded(training: Training[Any], server: State, clients: Iterable[LocalClient]) -> FixedPointSum:
@@ -354,10 +357,10 @@ def spoil_data(engine: Engine, clients: Iterable[int]) -> None:
 
 def spoil_upload(engine: Engine, clients: Iterable[int]) -> None:
     """One value of what these clients send is infinite."""
-    finish: Callable[[State, State, Client], tuple[State, State]] = engine.training.finish
+    finish: Callable[[State, State, Client], tuple[Mapping[str, Tensor], State]] = engine.training.finish
     spoiled = set(clients)
 
-    def finish_badly(server: State, carry: State, client: Client) -> tuple[State, State]:
+    def finish_badly(server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:
         up, memory = finish(server, carry, client)
         if client.id in spoiled:
             first = next(name for name, value in up.items() if value.is_floating_point() and value.dim())

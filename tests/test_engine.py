@@ -32,6 +32,7 @@ from tests.plugin_methods import (
 )
 from upfl import accuracy, api, data
 from upfl.config import Config
+from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine, one_thread
 from upfl.errors import ConfigError, DataError, RunError, UpflError
 
@@ -620,3 +621,8 @@ def test_the_search_for_pickle_finds_it(code: str) -> None:
 def test_a_run_unpickles_nothing(tmp_path: Path) -> None:
     assert Child(tmp_path / "one", small()).end() == 0
     assert Child(tmp_path / "other", small(), environment={FAULTS: "begin-unpickle:1:*"}).end() == 1
+
+
+def test_a_run_that_is_under_way_cannot_be_resumed_a_second_time(stopped: Path) -> None:
+    with RunFolder(stopped).lock(), pytest.raises(RunError, match="another process is at work"):
+        api.resume(stopped, workers=1)

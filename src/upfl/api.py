@@ -42,6 +42,8 @@ def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
     if under_torchrun():
         with torchrun_group() as group:
             _check_shared(path, group)
+            if RunFolder.open(path).finished:
+                return Run(path)
             Engine(RunFolder.open(path), group).run(observer if group.leads else None)
     else:
         folder = RunFolder.open(path)

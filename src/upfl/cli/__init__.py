@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,7 +55,9 @@ def main() -> None:
     """Run the command line; errors that a user can act on are shown as one message."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        load_plugins(name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name)
+        if plugins := [name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name]:
+            sys.path.insert(0, str(Path.cwd()))  # where `python -m` would find them, too
+            load_plugins(plugins)
         app()
     except UpflError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {_plain(str(error))}")

@@ -18,7 +18,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ from upfl.config import Config
 from upfl.errors import RunError
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import Published
+
+try:
+    import fcntl
+except ImportError:  # not a Unix system
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 
@@ -85,6 +91,20 @@ class RunFolder:
         if not (path / "config.toml").is_file():
             raise RunError(f"{path}: not a run folder (there is no config.toml)")
         return cls(path)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from working in this folder; the system lifts it when this one ends, however it ends."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise RunError(f"{self.path}: another process is at work in this run folder") from None
+            yield
+        finally:
+            os.close(descriptor)
 
     def config(self) -> Config:
         return Config.from_toml(self.path / "config.toml")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +60,7 @@ class Engine:
 
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
-        with one_thread(), torch.no_grad():
+        with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), torch.no_grad():
             self._start()
             if observer:
                 observer.begin(self)
@@ -69,6 +69,8 @@ class Engine:
                 metrics = self._round(total, observer)
                 if self.group.leads:
                     self._record(metrics)
+                else:
+                    self._superseded.clear()  # the leader removes the files
                 if observer:
                     observer.round(metrics)
             if self.group.leads:
