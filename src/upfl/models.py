@@ -7,8 +7,8 @@ keeps what the forward pass computed and offers three products that the methods 
     trace.tangent(v)             Z' = J v, the change of the output when the parameters move along v
     trace.backward_tangent(u')   d/dt J^T u along v: the Hessian-vector product of l, with u' = d/dt dl/dZ
 
-A FedTTA step needs all three. Written out for each layer they cost what the matrix products cost; autograd's double
-backward costs 1.5 (ConvNet) to 4 (MLP) times that (`benchmarks/steps.py`).
+A FedTTA step needs all three. Written out for each layer they cost little more than the matrix products; autograd's
+double backward costs 1.4 (ConvNet) to 1.7 (MLP) times that (`results/steps.md`).
 
 Parameter names are dotted (`conv1.weight`), values contiguous. `model.layout(params)` gives convolution weights the
 channels-last layout, in which oneDNN's kernels run at the machine's matrix-multiply rate.
