@@ -17,6 +17,7 @@ channels-last layout, in which oneDNN's kernels run at the machine's matrix-mult
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -315,16 +316,18 @@ def _conv_gradients(gy: Tensor, x: Tensor, w: Tensor, inputs: bool, params: bool
     return result
 
 
-class _PiecewiseLinear:
+class _PiecewiseLinear(ABC):
     """A pass without parameters, linear in its input near almost every point: the tangent of `backward` is itself."""
 
     y: Tensor
 
+    @abstractmethod
     def pull(self, gy: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The input's gradient."""
 
+    @abstractmethod
     def push(self, dx: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The output's change."""
 
     def backward(self, gy: Tensor, to: Sink | None, inputs: bool) -> Tensor | None:
         return self.pull(gy) if inputs else None

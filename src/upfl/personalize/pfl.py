@@ -9,6 +9,7 @@ These two hand training clients' personal layers to newcomers. The paper has the
 compromise those clients' privacy; the ensemble also costs a model's transfer and computation for every training client.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,12 +47,12 @@ class _Members(Personalizer[PFLHyper]):
         diary = Diary(entropy=[entropy(logits).mean().item()], decision=decision)
         return Personalized(logits, logits, lambda x: _mean_logits(starts, x), diary)
 
+    @abstractmethod
     def choose(self, published: Published, client: Unlabelled) -> list[int]:
         """The training clients whose models the newcomer receives."""
-        raise NotImplementedError
 
-    def describe(self, members: list[int]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def describe(self, members: list[int]) -> str: ...
 
 
 class Sampled(_Members):

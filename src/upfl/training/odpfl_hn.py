@@ -28,14 +28,13 @@ from torch import Tensor
 
 from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
 from upfl.state import State, norm, prefixed, select
-from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Published, Start, Task, Total
-from upfl.training.local import cross_entropy, sgd_
+from upfl.training.base import Client, Published, Start, Task, Total
+from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256
 
 
-class OdpflHnHyper(LocalHyper):
-    lr: float = Field(0.1, gt=0, description="of local training")
+class OdpflHnHyper(FedAvgHyper):
     encoder_lr: float = Field(0.5, gt=0)
     hypernet_lr: float = Field(0.5, gt=0)
     embedding: int = Field(32, ge=1)
@@ -45,10 +44,11 @@ class OdpflHnHyper(LocalHyper):
     aggregation: Literal["uniform", "samples"] = "samples"
 
 
-class OdpflHn(LocalTraining[OdpflHnHyper]):
+class OdpflHn(FedAvg):
     name = "odpfl-hn"
     title = "ODPFL-HN"
     Hyper = OdpflHnHyper
+    hyper: OdpflHnHyper
 
     def __init__(self, task: Task, hyper: OdpflHnHyper) -> None:
         super().__init__(task, hyper)
@@ -73,13 +73,6 @@ class OdpflHn(LocalTraining[OdpflHnHyper]):
     def begin(self, server: State, memory: State, client: Client) -> State:
         theta = self.generate(server, [batch.x for batch in client.batches("train", CHUNK)])
         return self.model.layout(prefixed("psi", theta)) | prefixed("start", {n: v.clone() for n, v in theta.items()})
-
-    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
-        hyper, psi = self.hyper, select(carry, "psi")
-        trace = self.model.trace(psi, batch.x)
-        loss, dz = cross_entropy(trace.output, batch)
-        sgd_(psi, trace.backward(dz), hyper.rate(hyper.lr, round), hyper.weight_decay, hyper.clip)
-        return carry, loss
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:  # type: ignore[override]
         change = {name: (carry[f"start.{name}"] - carry[f"psi.{name}"]).contiguous() for name in self.model.shapes}
@@ -139,9 +132,6 @@ class OdpflHn(LocalTraining[OdpflHnHyper]):
     @property
     def size(self) -> int:
         return self.encoder.size + self.trunk.size + sum(head.size for head in self.heads.values())
-
-    def local_rate(self, round: int) -> float:
-        return self.hyper.rate(self.hyper.lr, round)
 
     def _head(self, server: State, name: str, hidden: Tensor) -> Tensor:
         weight, bias = server[f"head.{name}.weight"], server[f"head.{name}.bias"]
