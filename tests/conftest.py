@@ -1,5 +1,6 @@
 """Fixtures for the whole suite."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -254,7 +254,7 @@ def test_json_of_train_is_all_of_standard_output_and_has_the_fields_of_the_speci
     assert said.code == 0
     (printed,) = json.loads(said.out)
     written = result(tmp_path / "run")
-    assert printed == {"run": str(tmp_path / "run"), **written}
+    assert printed == {"run": str(tmp_path / "run"), **written, "warnings": []}
     assert (written["method"], written["dataset"], written["seed"]) == ("fedavg", "digits", 5)
     assert [row["row"] for row in written["rows"]] == ["fedavg", "tent"]
     for row in written["rows"]:

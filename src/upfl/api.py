@@ -72,7 +72,9 @@ def worker_count(config: Config, training: Training[Any], asked: int | None = No
     needed, there = count * (16 * training.size + 2**29), available_memory()
     if there is not None and needed > there:
         advice = (
-            "--set rank=4 makes the hypernetwork 25 times smaller" if training.name == "odpfl-hn" else "fewer workers"
+            "--set rank=4 makes the hypernetwork about 20 times smaller"
+            if training.name == "odpfl-hn"
+            else "fewer workers"
         )
         raise RunError(
             f"{training.name} has {training.size / 1e6:.0f} million values in its server state: {count} worker(s) need "

@@ -152,7 +152,8 @@ def watched(path: Path, title: str, quiet: bool) -> Iterator[ProgressBar | None]
 
 def show_runs(runs: list[api.Run], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps([{"run": str(run.path), **run.result} for run in runs], indent=2))
+        results = [{"run": str(run.path), **run.result, "warnings": warnings([run])} for run in runs]
+        typer.echo(json.dumps(results, indent=2))
         return
     table = Table(title="Accuracy on unlabelled new clients, percent", title_justify="left")
     for name in ("run", "row"):
@@ -179,9 +180,8 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         if left_out := run.result["left_out"]:
             where = escape(str(run.path))
             console.print(f"[yellow]{where}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]")
-    for warned in dict.fromkeys(row["row"] for run in runs for row in run.result["rows"]):
-        if warning := next((method.warning for method in ROWS if method.row == warned), ""):
-            console.print(f"[yellow]{row_title(warned)} {warning}.[/yellow]")
+    for warning in warnings(runs):
+        console.print(f"[yellow]{warning}[/yellow]")
     console.print(
         "[dim]before, after: the model before and after personalization, at the round of best validation.[/dim]"
     )
@@ -198,7 +198,13 @@ def markdown_table(runs: list[api.Run]) -> str:
         for row in result["rows"]:
             scores = [f"{row[key]:.2f}" for key in ("validation", "test_before", "test", "test_last", "test_best")]
             lines.append(f"| {' | '.join(map(str, [row_title(row['row']), *facts, *scores, spread(row)]))} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
+
+
+def warnings(runs: list[api.Run]) -> list[str]:
+    """What everyone who sees these runs' rows should know."""
+    shown = dict.fromkeys(row["row"] for run in runs for row in run.result["rows"])
+    return [f"{method.title} {method.warning}." for method in ROWS if method.row in shown and method.warning]
 
 
 def spread(row: dict[str, Any]) -> str:

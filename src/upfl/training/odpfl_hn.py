@@ -13,7 +13,7 @@ the convolutions and a linear layer to 32 (for an MLP: inputs-200-32); H has a h
 and one linear head for each parameter tensor. The heads hold 100 numbers for each parameter of the model: 218 million
 for CIFAR-10's ConvNet, 667 million for FEMNIST's. So gradients of heads, outer products of a tensor's change with the
 last hidden layer, are formed one at a time when the sum asks for them. `rank` puts a bottleneck before the heads:
-`rank = 4` has 25 times fewer parameters.
+`rank = 4` has about 20 times fewer parameters.
 """
 
 from __future__ import annotations
