@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+EXTRAS := dev,flower,mlflow,onnx,search,tensorboard
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint types bench constraints clean
@@ -32,13 +33,13 @@ bench: $(STAMP)  ## one training step against the machine's matrix-multiply rate
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "upfl needs Python 3.11 or later; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 constraints:     ## resolve all extras together anew and write constraints.txt
 	rm -rf .venv-constraints && $(PYTHON) -m venv .venv-constraints
 	.venv-constraints/bin/python -m pip install --quiet torch==2.13.0
-	.venv-constraints/bin/python -m pip install --quiet -e ".[dev,flower,mlflow,onnx,search,tensorboard]" torch==2.13.0
+	.venv-constraints/bin/python -m pip install --quiet -e ".[$(EXTRAS)]" torch==2.13.0
 	( echo "# All extras resolved together (make constraints). Every install uses this file: pip install -c constraints.txt ..."; \
 	  .venv-constraints/bin/python -m pip list --format=freeze --exclude-editable --exclude pip --exclude setuptools \
 	  | sed 's/+cpu$$//' ) > constraints.txt

@@ -133,12 +133,14 @@ class Published:
     """What a trained federation hands to newcomers: named tensors, and the rounds that led to them.
 
     `members` are training clients' own layers, read one at a time; only trainings that say so (`publishes_memory`) hand
-    them out, because they may tell about a client's data.
+    them out, because they may tell about a client's data. `fitted` is what was fitted after the training, over the same
+    clients, for personalizers that need it: a calibration, a gate.
     """
 
     state: State
     round: int
     members: Sequence[State] = ()
+    fitted: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
