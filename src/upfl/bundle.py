@@ -436,9 +436,9 @@ def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
     except (UpflError, ValidationError, AssertionError) as error:
         hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, UpflError) else ""
         raise BundleError(f"{path}: training: {error}{hint}") from error
-    x = torch.empty(2, *manifest.task.input.shape, device="meta")
-    try:
-        logits = training.logits(_parameters(training), x)
+    x = torch.zeros(2, *manifest.task.input.shape)
+    try:  # for real: on the meta device this would import a second's worth of torch
+        logits = training.logits({name: torch.zeros(shape) for name, shape in training.model.shapes.items()}, x)
     except (RuntimeError, IndexError) as error:
         raise BundleError(f"{path}: the model does not take images of shape {list(x.shape[1:])} ({error})") from error
     if logits.shape != (2, len(manifest.task.classes)):
