@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,14 +54,20 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
     ours = group.share(clients, [len(client.federation.training.validation(client.id)) for client in clients])
     memories = {client.id: fit.memory(client) for client in ours}
     example = ours[0] if ours else clients[0]
-    like, _ = fit.finish(server, memories.get(example.id) or fit.memory(example), example)
+    memory = memories.get(example.id) or fit.memory(example)
+    like, _ = fit.finish(server, fit.begin(server, memory, example), example)
     total = FixedPointSum(like, len(clients), fit.scales)
     left_out = torch.zeros(1, dtype=torch.int64)
     for round in range(fit.rounds):
         total.reset(len(clients))
         for client in ours:
             group.check()
-            up, memories[client.id] = fit.finish(server, fit.begin(server, memories[client.id], client), client)
+            client = replace(client, round=round)
+            carry = fit.begin(server, memories[client.id], client)
+            for phase in fit.phases(round):
+                for batch in client.phase(phase):
+                    carry, _ = phase.step(carry, batch, round)
+            up, memories[client.id] = fit.finish(server, carry, client)
             try:
                 total.add(up)
             except BadClientError:

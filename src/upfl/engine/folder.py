@@ -206,11 +206,8 @@ class RunFolder:
             file = path.with_suffix("") / f"{client}.safetensors"
             file.parent.mkdir(exist_ok=True)
             _save_state(file, member, {})
-        _save_state(
-            path,
-            published.state | prefixed("fitted", published.fitted),
-            {"upfl": json.dumps({"round": published.round})},
-        )
+        tensors = published.state | prefixed("fitted", published.fitted)
+        _save_state(path, tensors, {"upfl": json.dumps({"round": published.round})})
 
     def load_best(self, round: int) -> Published:
         path = self.path / "best" / f"round-{round}.safetensors"

@@ -212,6 +212,10 @@ class Training(Stage[H]):
         """
         return self.model.apply(params, x)
 
+    def features(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model makes of x before its last layer, a row for each sample."""
+        return self.model[:-1].apply(params, x).flatten(1)
+
     @property
     def size(self) -> int:
         """The number of values in the server's state, about."""
