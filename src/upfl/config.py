@@ -85,6 +85,13 @@ class Config(_Strict):
         values = {key: value for key, value in self.training.items() if key != "name"}
         return training_class(self.training_name).Hyper(**values)
 
+    def personalizer_hyper(self, name: str) -> Any:
+        """A personalizer's hyper-parameters: the run's, or the paper's for the data set where the run has it not."""
+        values = self.personalize.get(name)
+        if values is None:
+            values = _personalizer_defaults(_searched(self.dataset), name)
+        return personalizer_class(name).Hyper(**values)
+
     def participants(self, clients: int) -> int:
         """How many of the existing clients take part in a round."""
         if self.clients_per_round is None:
@@ -171,7 +178,7 @@ def paper() -> dict[str, Any]:
 
 
 def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
-    searched = paper()["mnist" if dataset == "digits" else dataset]
+    searched = _searched(dataset)
     model = {
         "digits": {"name": "mlp", "hidden": 200},
         "mnist": {"name": "mlp", "hidden": 200},
@@ -186,6 +193,11 @@ def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> di
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }
+
+
+def _searched(dataset: str) -> dict[str, Any]:
+    found: dict[str, Any] = paper()["mnist" if dataset == "digits" else dataset]
+    return found
 
 
 def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from upfl.errors import ConfigError
 from upfl.personalize.atp import Atp
+from upfl.personalize.auto import Auto
 from upfl.personalize.base import Personalizer
 from upfl.personalize.calibration import Calibrated, Correction
 from upfl.personalize.fedtta import EarlyStopped, OneStep
@@ -79,7 +80,7 @@ PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer
     for personalizer in (
         *(Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble),
-        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame),
+        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Auto),
     )
 }
 

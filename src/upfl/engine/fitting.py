@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,15 +13,14 @@ from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import BadClientError, StoppedError
-from upfl.personalize.base import Personalizer
-from upfl.personalize.fitting import CrossFitted, Fit, needs_of
+from upfl.personalize.fitting import CrossFitted, Fit, Needy, needs_of
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published
 
 
 def fit_needs(
-    personalizers: list[Personalizer[Any]],
+    personalizers: Sequence[Needy],
     published: Published,
     federation: Federation,
     inputs: Inputs,

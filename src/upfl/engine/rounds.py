@@ -23,7 +23,7 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
-from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
 from upfl.randomness import generator
@@ -58,6 +58,16 @@ class Engine:
         self.progress = Progress(server={})
         self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
+
+    @classmethod
+    def standing(cls, folder: RunFolder) -> Engine:
+        """A run as its last checkpoint has it, to look at: nothing is changed or removed."""
+        engine = cls(folder, Group())
+        found = folder.load(engine.device)
+        if found is None:
+            raise RunError(f"{folder.path}: there is no checkpoint yet; `upfl resume {folder.path}` goes on")
+        engine.progress = found
+        return engine
 
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
@@ -183,7 +193,7 @@ class Engine:
         started = time.perf_counter()
         given, facts = fit_needs(
             list(self.personalizers.values()),
-            self._published(),
+            self.published(),
             self.federation,
             self.inputs,
             self.config.seed,
@@ -217,7 +227,8 @@ class Engine:
             self.folder.save_best(given.published)
         return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
 
-    def _published(self) -> Published:
+    def published(self) -> Published:
+        """What newcomers receive of the state as it is, before anything is fitted over it."""
         members = _Members(self) if self.training.publishes_memory else ()
         return Published(self.training.publish(self.progress.server), self.progress.round, members)
 
