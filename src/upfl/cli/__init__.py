@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from upfl import __version__
-from upfl.cli import data, demo, methods, runs
+from upfl.cli import data, demo, experiments, methods, runs
 from upfl.errors import DataError, RunError, UpflError
 from upfl.methods import load_plugins
 
@@ -31,6 +31,7 @@ app.command("demo")(demo.demo)
 app.command("train")(runs.train)
 app.command("resume")(runs.resume)
 app.command("show")(runs.show)
+app.command("experiment")(experiments.experiment)
 app.command("methods")(methods.methods)
 app.add_typer(data.app, name="data")
 
