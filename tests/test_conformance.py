@@ -34,9 +34,10 @@ from upfl.errors import ConfigError, RunError
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, make_personalizer, resolve
 from upfl.models import mlp
 from upfl.personalize.base import Personalized, Personalizer, Unlabelled
+from upfl.personalize.fitting import CrossFitted
 from upfl.randomness import generator
 from upfl.state import State, select
-from upfl.training.base import Batch, Client, Published, Start, Task, Training
+from upfl.training.base import Batch, Client, Published, Task, Training
 from upfl.training.fedavg import FedAvg
 
 CPU = torch.device("cpu")
@@ -64,10 +65,9 @@ class Remembering(FedAvg):
         memory = {name: carry[name].contiguous() for name in self._own()}
         return up | {"taking_part": torch.tensor(1)}, memory | {"rounds": carry["rounds"] + 1}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        start = super().start(published, x, memory)
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
         own = {name: memory[name] for name in self._own()} if memory else {}
-        return Start(start.params | select(own, "psi"), start.logits)
+        return super().start(published, x, memory) | select(own, "psi")
 
     def _own(self) -> list[str]:
         return [f"psi.{name}" for name in self.model[-1:].shapes]
@@ -657,9 +657,9 @@ def test_before_is_the_published_model(name: str, personalizer: str, parts: Part
     if not parts.training.serves_newcomers:  # there is no model before: the members' models are all there is
         assert torch.equal(personalized.before, personalized.logits)
         return
-    start = parts.training.start(parts.published, client.x, None)
     with torch.no_grad():
-        torch.testing.assert_close(personalized.before, start.logits(start.params, client.x), rtol=1e-4, atol=1e-5)
+        logits = parts.training.logits(parts.training.start(parts.published, client.x, None), client.x)
+    torch.testing.assert_close(personalized.before, logits, rtol=1e-4, atol=1e-5)
 
 
 @of_every_pair
@@ -752,7 +752,7 @@ def test_no_label_of_a_new_client_reaches_a_personalizer(name: str, personalizer
         (replace(parts.federation, source=source), Inputs(source)),
     ):
         listening = Listening(parts.personalizers[personalizer])
-        scores.append(evaluate(federation, inputs, listening, parts.published, 0, Group(), parts.memory))
+        scores.append(evaluate(federation, inputs, listening, CrossFitted(parts.published), 0, Group(), parts.memory))
         heard.append(listening.heard)
     assert len(heard[0]) == len(heard[1]) == 1 + 2 * CLIENTS
     for one, other in zip(*heard, strict=True):

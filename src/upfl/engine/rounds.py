@@ -19,6 +19,7 @@ from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.fitting import fit_needs
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
@@ -183,7 +184,16 @@ class Engine:
 
     def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
         started = time.perf_counter()
-        published = self._published()
+        given, facts = fit_needs(
+            list(self.personalizers.values()),
+            self._published(),
+            self.federation,
+            self.inputs,
+            self.config.seed,
+            self.group,
+            self.config.evaluate_clients,
+            observer.stage if observer else lambda what: None,
+        )
         improved, rows = False, {}
         for name, personalizer in self.personalizers.items():
             row = row_name(self.training.name, name)
@@ -193,7 +203,7 @@ class Engine:
                 self.federation,
                 self.inputs,
                 personalizer,
-                published,
+                given,
                 self.config.seed,
                 self.group,
                 lambda id: self.memory(id) if self.training.remembers else None,
@@ -207,8 +217,8 @@ class Engine:
             }
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
-            self.folder.save_best(published)
-        return {"rows": rows, "evaluate_s": time.perf_counter() - started}
+            self.folder.save_best(given.published)
+        return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
 
     def _published(self) -> Published:
         members = _Members(self) if self.training.publishes_memory else ()

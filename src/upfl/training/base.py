@@ -87,6 +87,10 @@ class Client(Protocol):
     def round(self) -> int: ...
 
     @property
+    def seed(self) -> int:
+        """The run's."""
+
+    @property
     def count(self) -> int:
         """The number of samples in its train split."""
 
@@ -144,33 +148,14 @@ class Published:
     fitted: State = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Start:
-    """The model a client has before it personalizes: parameters, and logits as a differentiable function of them."""
-
-    params: State
-    logits: Callable[[State, Tensor], Tensor]
-
-
 H = TypeVar("H", bound=Hyper)
 
 
-class Training(ABC, Generic[H]):
-    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+class Stage(ABC, Generic[H]):
+    """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    Hyper: ClassVar[type[Any]]
-    adaptation: Model | None = None  # g, where the training learns one
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
-    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
-    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
-
-    def __init__(self, task: Task, hyper: H) -> None:
-        self.task = task
-        self.model = task.model
-        self.hyper = hyper
 
     @abstractmethod
     def init(self, generator: torch.Generator) -> State:
@@ -194,16 +179,39 @@ class Training(ABC, Generic[H]):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """The server's next state. The old one is used up: a training with a large state may change it in place."""
 
+
+class Training(Stage[H]):
+    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Hyper: ClassVar[type[Any]]
+    adaptation: Model | None = None  # g, where the training learns one
+    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
+
+    def __init__(self, task: Task, hyper: H) -> None:
+        self.task = task
+        self.model = task.model
+        self.hyper = hyper
+
     def publish(self, server: State) -> State:
         """What newcomers receive."""
         return server
 
     @abstractmethod
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        """The model before personalization: of a newcomer (no memory) or of a training client (its own).
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+        """The parameters of the model before personalization: a newcomer's (no memory) or a training client's own.
 
         x is the client's unlabelled data; most trainings give everyone the same model and do not look at it.
         """
+
+    def logits(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model says about x, as a differentiable function of its parameters.
+
+        The parameters are all that tells one client's model from another's, so that a personalized model can be stored.
+        """
+        return self.model.apply(params, x)
 
     @property
     def size(self) -> int:
@@ -255,5 +263,5 @@ class LocalTraining(Training[L]):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        return Start(self.model.layout(select(published.state, "psi")), self.model.apply)
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+        return self.model.layout(select(published.state, "psi"))
