@@ -101,13 +101,18 @@ def experiment(
     )
     if counts["failed"]:
         names = ", ".join(outcome.job.name for outcome in outcomes if outcome.state == "failed")
-        raise RunError(f"{counts['failed']} of {len(jobs)} trainings failed: {names}; the same command tries them again")
+        raise RunError(
+            f"{counts['failed']} of {len(jobs)} trainings failed: {names}; the same command tries them again"
+        )
     return None
 
 
 def _estimate(jobs: list[Job], workers: int | None, console: Console) -> None:
-    estimates = runner.estimate(jobs, workers, lambda job: _watched(job, jobs, (), "trial: "))
-    table = Table("training", "rows", title="What would run", title_justify="left")
+    with console.status("a short trial of each kind of training"):
+        estimates = runner.estimate(jobs, workers)
+    table = Table(title="What would run", title_justify="left")
+    for column in ("training", "rows"):
+        table.add_column(column, overflow="fold")
     for column in ("rounds", "seed", "partition", "other new clients", "about"):
         table.add_column(column, justify="right")
     for estimate in estimates:
@@ -117,9 +122,9 @@ def _estimate(jobs: list[Job], workers: int | None, console: Console) -> None:
     console.print(table)
     console.print(
         f"{len(jobs)} trainings, about [bold]{duration(sum(estimate.seconds for estimate in estimates))}[/bold] "
-        f"with {workers or api.cores()} worker(s).\n[dim]Measured: {runner.TRIAL_ROUNDS} rounds of each kind of training "
-        "with a few clients, and their scoring; scaled to all clients, rounds and evaluations. Early-stopped adaptation "
-        "takes other numbers of steps later in training, so its share is rough.[/dim]"
+        f"with {workers or api.cores()} worker(s).\n[dim]Measured: {runner.TRIAL_ROUNDS} rounds of each kind of "
+        "training with a few clients, and their scoring; scaled to all clients, rounds and evaluations. Early-stopped "
+        "adaptation takes other numbers of steps later in training, so its share is rough.[/dim]"
     )
 
 
@@ -132,9 +137,9 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def _watched(job: Job, jobs: list[Job], track: list[str] | tuple[()], what: str = "") -> Iterator[Observer | None]:
+def _watched(job: Job, jobs: list[Job], track: list[str]) -> Iterator[Observer]:
     place = f"{jobs.index(job) + 1}/{len(jobs)}"
-    with ProgressBar(f"{place} {what}{job.name}") as bar:
+    with ProgressBar(f"{place} {job.name}") as bar:
         yield Several([bar, *(tracker(name) for name in track)])
 
 

@@ -63,8 +63,7 @@ def _steps(
             yield personalized.logits, personalized.diary.loss[-1]
         return
     assert isinstance(personalizer, OneStep | EarlyStopped)
-    start, phi = personalizer.training.start(published, client.x, None), select(published.state, "phi")
-    psi = start.params
+    psi, phi = personalizer.training.start(published, client.x, None), select(published.state, "phi")
     for _ in range(steps + 1):
-        logits, loss, psi = personalizer.step(start, phi, psi, client.x, published.round)
+        logits, loss, psi = personalizer.step(phi, psi, client.x, published.round)
         yield logits, loss

@@ -34,7 +34,7 @@ def newcomers_file(run: Path, changes: Mapping[str, Any]) -> Path:
 
 
 def score_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -> dict[str, Any]:
-    """The rows' scores on the new clients of the changed partition, stored in the run folder; read if they are there."""
+    """The rows' scores on the new clients of the changed partition; stored in the run folder, and read from there."""
     file = newcomers_file(run.path, changes)
     if file.exists():
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from upfl.config import PROFILES, Config, configure
 from upfl.experiments.definitions import SEEDS, Experiment
-from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, row_name
+from upfl.methods import ROWS, TRAININGS, personalizer_class, row_name
 from upfl.suggest import unknown
 
 
@@ -72,11 +72,12 @@ def _by_training(names: Iterable[str]) -> dict[str, dict[str, str]]:
     grouped: dict[str, dict[str, str]] = {}
     for name in names:
         listed = next((method for method in ROWS if method.row == name), None)
-        training, _, personalizer = name.partition("+")
+        training, plus, personalizer = name.partition("+")
         if listed is not None:
             training, personalizer = listed.training, listed.personalizer
-        elif training not in TRAININGS or personalizer not in PERSONALIZERS:
+        elif training not in TRAININGS or not plus:
             raise unknown("row", name, [method.row for method in ROWS])
+        personalizer_class(personalizer)  # raises for what there is not
         grouped.setdefault(training, {})[name] = personalizer
     return grouped
 
@@ -96,4 +97,4 @@ def _settings(experiment: Experiment, rows: Iterable[str]) -> list[list[str]]:
 def _other_newcomers(experiment: Experiment, config: Config) -> tuple[Mapping[str, Any], ...]:
     """The experiment's new clients, without those that the training itself is scored on."""
     partition = dict(config.partition)
-    return tuple(changes for changes in experiment.newcomers if partition | changes != partition)
+    return tuple(changes for changes in experiment.newcomers if partition | dict(changes) != partition)

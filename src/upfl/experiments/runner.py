@@ -32,7 +32,7 @@ from upfl.experiments.diary import write_diary
 from upfl.experiments.newcomers import newcomers_file, score_newcomers
 from upfl.experiments.plan import Job
 
-Watch = Callable[[Job], AbstractContextManager[Observer | None]]
+Watch = Callable[[Job], AbstractContextManager[Observer]]
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,14 @@ def run(jobs: Sequence[Job], folder: Path, workers: int | None, watch: Watch) ->
             yield Outcome(job, "done", time.perf_counter() - started)
 
 
-def _run(job: Job, path: Path, workers: int | None, observer: Observer | None) -> None:
+def _run(job: Job, path: Path, workers: int | None, observer: Observer) -> None:
     if (path / "config.toml").exists():
         done = api.resume(path, workers=workers, observer=observer)
     else:
         done = api.train(job.config, path, workers=workers, observer=observer)
     threads = api.worker_count(job.config, done.training, workers)
     for changes in job.newcomers:
-        if observer:
-            observer.stage(f"scoring new clients, {changes}")
+        observer.stage(f"scoring new clients, {changes}")
         score_newcomers(done, changes, threads)
     if job.diary_steps and not (path / DIARY).exists():
         write_diary(done, job.diary_steps)
@@ -134,13 +133,12 @@ class Estimate:
 TRIAL_ROUNDS = 2  # the second one counts: the first one warms caches up
 
 
-def estimate(jobs: Sequence[Job], workers: int | None, watch: Watch) -> list[Estimate]:
+def estimate(jobs: Sequence[Job], workers: int | None) -> list[Estimate]:
     """Measure each kind of training once, on a few clients, and scale to all clients, rounds and evaluations."""
     measured: dict[str, float] = {}
     for job in jobs:
         if (cost := _cost(job.config)) not in measured:
-            with watch(job) as observer:
-                measured[cost] = _trial(job, workers, observer)
+            measured[cost] = _trial(job, workers)
     return [Estimate(job, measured[_cost(job.config)]) for job in jobs]
 
 
@@ -151,7 +149,7 @@ def _cost(config: Config) -> str:
     return f"{config.model_dump_json(include=same)} {work} {list(config.personalize)}"
 
 
-def _trial(job: Job, workers: int | None, observer: Observer | None) -> float:
+def _trial(job: Job, workers: int | None) -> float:
     config = job.config
     with tempfile.TemporaryDirectory(prefix="upfl-trial-") as folder:
         started = time.perf_counter()
@@ -164,15 +162,15 @@ def _trial(job: Job, workers: int | None, observer: Observer | None) -> float:
                 "evaluate_every": TRIAL_ROUNDS,
             }
         )
-        done = api.train(small, Path(folder) / "trial", workers=workers, observer=observer)
-        last, around = done.metrics[-1], time.perf_counter() - started
-        around -= sum(line["round_s"] for line in done.metrics)
+        done = api.train(small, Path(folder) / "trial", workers=workers)
+        around = time.perf_counter() - started - sum(float(line["round_s"]) for line in done.metrics)
+        last = done.metrics[-1]
         federation = done.federation
         clients = len(federation.training)
         held = federation.training.sizes() - federation.training.train_counts, federation.new.sizes()
         scored = sum(int(sizes[: config.evaluate_clients].sum()) for sizes in held)
         tried = sum(int(sizes[:few].sum()) for sizes in held)
-        training = last["train_s"] * config.participants(clients) / min(few, clients)
-        scoring = last["evaluate_s"] * scored / tried
+        training: float = last["train_s"] * config.participants(clients) / min(few, clients)
+        scoring: float = last["evaluate_s"] * scored / tried
         evaluations = -(-config.rounds // config.evaluate_every)
         return around + config.rounds * training + (evaluations + len(job.newcomers)) * scoring

@@ -129,9 +129,7 @@ def collect(paths: Iterable[Path]) -> Collected:
 
 def _candidates(path: Path) -> Iterator[Path]:
     """Run folders at or below a path, and folders that hold none although they might be taken for some."""
-    if not path.is_dir():
-        yield path
-    elif (path / "config.toml").exists():
+    if not path.is_dir() or (path / "config.toml").exists():
         yield path
     else:
         inner = [
