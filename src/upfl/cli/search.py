@@ -73,9 +73,7 @@ def search(
             for trial in run(made, trials, parallel):
                 tried.append(trial)
                 values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in trial.values.items())
-                said = (
-                    f"[red]failed[/red]: {escape(trial.error)}" if trial.error else f"validation {trial.validation:.2f}"
-                )
+                said = f"failed: {escape(trial.error)}" if trial.error else f"validation {trial.validation:.2f}"
                 console.print(f"trial {trial.number}: {escape(values)}: {said}", soft_wrap=True)
                 status.update(f"searching, {len(tried)} tried")
     except KeyboardInterrupt:
@@ -90,7 +88,7 @@ def search(
         soft_wrap=True,
     )
     if failed := sum(bool(trial.error) for trial in tried):
-        raise RunError(f"{failed} of {len(tried)} trials failed; the same command tries further ones")
+        console.print(f"[yellow]{failed} of {len(tried)} trials failed and do not count[/yellow]")
 
 
 def _range(text: str) -> tuple[str, tuple[float, float]]:

@@ -16,10 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
@@ -139,7 +140,7 @@ class Search:
 
     # Optuna
 
-    def study(self) -> optuna.Study:
+    def study(self) -> Any:
         """The study in the folder, begun or taken up again; trials that were cut off are waiting to be tried again."""
         optuna = import_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -159,7 +160,7 @@ class Search:
             if self.size is None
             else optuna.samplers.GridSampler({key: choice.grid for key, choice in self.choices.items()}, seed=seed)
         )
-        study = optuna.create_study(
+        study: Any = optuna.create_study(
             study_name="search",
             storage=f"sqlite:///{(self.folder / 'search.db').resolve()}",
             sampler=sampler,
@@ -168,7 +169,8 @@ class Search:
         )
         for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            study.enqueue_trial(trial.params)
+            if trial.params.keys() == self.choices.keys():
+                study.enqueue_trial(trial.params)
         return study
 
     def ask(self, study: optuna.Study) -> tuple[optuna.Trial, dict[str, Any]]:
@@ -187,6 +189,9 @@ class Search:
         return self.folder / "trials" / ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
 
 
+ERROR = "error"  # what went wrong in a trial that failed by itself; one that was cut off has none
+
+
 @dataclass(frozen=True)
 class Tried:
     number: int
@@ -195,23 +200,21 @@ class Tried:
     error: str = ""
 
 
-def run(
-    search: Search, trials: int, parallel: int = 1, tell: Callable[[str], None] = lambda text: None
-) -> Iterator[Tried]:
-    """Try until so many trials are done (counting those from before); yields each as it ends."""
+def run(search: Search, trials: int, parallel: int = 1) -> Iterator[Tried]:
+    """Try until so many trials are done, counting those from before and those that failed; yields each as it ends."""
     if trials < 1 or parallel < 1:
         raise ConfigError("--trials and --parallel are at least 1")
     optuna = import_optuna()
-    complete, failed = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.FAIL
     search.folder.mkdir(parents=True, exist_ok=True)
-    with RunFolder(search.folder).lock(), _Processes() as processes, ThreadPoolExecutor(parallel) as pool:
+    with RunFolder(search.folder).lock(), ThreadPoolExecutor(parallel) as pool, _Processes() as processes:
         study = search.study()
         wanted = min(trials, search.size or trials)
         running: dict[Future[str], tuple[Any, dict[str, Any]]] = {}
-        failures = 0
         while True:
-            done = len(study.get_trials(deepcopy=False, states=(complete,)))
-            while len(running) < parallel and done + failures + len(running) < wanted:
+            done = sum(
+                trial.value is not None or ERROR in trial.user_attrs for trial in study.get_trials(deepcopy=False)
+            )
+            while len(running) < parallel and done + len(running) < wanted:
                 trial, values = search.ask(study)
                 running[pool.submit(processes.train, search, values)] = (trial, values)
             if not running:
@@ -220,8 +223,8 @@ def run(
             for future in ended:
                 trial, values = running.pop(future)
                 if error := future.result():
-                    failures += 1
-                    study.tell(trial, state=failed)
+                    trial.set_user_attr(ERROR, error)
+                    study.tell(trial, state=optuna.trial.TrialState.FAIL)
                     yield Tried(trial.number, values, None, error)
                     continue
                 value = best_validation(search.trial_folder(values), search.row)
@@ -232,7 +235,7 @@ def run(
 
 def best_validation(run: Path, row: str) -> float:
     """The best validation accuracy of a row. What the metrics say about new clients is not looked at."""
-    return max(line["rows"][row]["validation"] for line in RunFolder(run).metrics() if "rows" in line)
+    return max(float(line["rows"][row]["validation"]) for line in RunFolder(run).metrics() if "rows" in line)
 
 
 def write_best(search: Search, study: optuna.Study) -> None:
@@ -260,13 +263,16 @@ class _Processes:
 
     def __init__(self) -> None:
         self.processes: set[subprocess.Popen[bytes]] = set()
+        self.lock, self.stopped = Lock(), False
 
     def __enter__(self) -> _Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in list(self.processes):
-            process.terminate()
+        with self.lock:
+            self.stopped = True
+            for process in self.processes:
+                process.terminate()
 
     def train(self, search: Search, values: Mapping[str, Any]) -> str:
         """Train a trial to its end, from wherever it stands; returns what went wrong, or nothing."""
@@ -279,12 +285,16 @@ class _Processes:
         command = [sys.executable, "-m", "upfl.experiments.trial", str(path), *plugins()]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
-            )
-            self.processes.add(process)
+            with self.lock:
+                if self.stopped:
+                    return "stopped"
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
+                )
+                self.processes.add(process)
             code = process.wait()
-            self.processes.discard(process)
+            with self.lock:
+                self.processes.discard(process)
             output.seek(0)
             said = output.read().decode(errors="replace").strip()
         return "" if code == 0 else said or f"the trial's process ended with exit code {code}"
