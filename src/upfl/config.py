@@ -177,18 +177,20 @@ def paper() -> dict[str, Any]:
     return tomllib.loads(resources.files("upfl").joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
+def paper_model(dataset: str) -> ModelConfig:
+    """The paper's prediction model for a data set."""
+    if dataset in ("digits", "mnist"):
+        return ModelConfig(name="mlp", hidden=200)
+    return ModelConfig(name="convnet", hidden=2048 if dataset == "femnist" else 512)
+
+
 def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
     searched = _searched(dataset)
-    model = {
-        "digits": {"name": "mlp", "hidden": 200},
-        "mnist": {"name": "mlp", "hidden": 200},
-        "femnist": {"name": "convnet", "hidden": 2048},
-    }.get(dataset, {"name": "convnet", "hidden": 512})
     for name in personalizers:
         personalizer_class(name)
     return {
         "rounds": paper()["rounds"][dataset],
-        "model": model,
+        "model": paper_model(dataset).model_dump(),
         "partition": {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},

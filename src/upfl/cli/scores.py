@@ -24,9 +24,13 @@ HARM = 2.0  # points that a client may lose before it counts as harmed
 
 def score(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
-    names: Annotated[str, typer.Option("--score", help="Personalizers, comma-separated; BASE+CORRECTION, too.")] = DEFAULT,
+    names: Annotated[
+        str, typer.Option("--score", help="Personalizers, comma-separated; BASE+CORRECTION, too.")
+    ] = DEFAULT,
     oracles: Annotated[bool, typer.Option("--oracles", help="Bounds that know the labels, drawn apart.")] = False,
-    inductive: Annotated[bool, typer.Option("--inductive", help="Also personalize on one half, score the other.")] = False,
+    inductive: Annotated[
+        bool, typer.Option("--inductive", help="Also personalize on one half, score the other.")
+    ] = False,
     sizes: Annotated[str | None, typer.Option(help="Samples of drawn newcomers: 5,20,60,600.")] = None,
     classes: Annotated[str | None, typer.Option(help="Classes of drawn newcomers: 2,5,10.")] = None,
     draws: Annotated[int, typer.Option(min=1, help="Newcomers drawn for each size and number of classes.")] = 50,
@@ -129,7 +133,8 @@ def _numbers(text: str | None, option: str) -> list[int]:
 def _show(found: dict[str, Any]) -> None:
     console = Console()
     table = Table(
-        title=f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent", title_justify="left"
+        title=f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent",
+        title_justify="left",
     )
     for name in ("personalizer", "validation", "new clients", "inductive", "against none", "harmed", "estimate off by"):
         table.add_column(name, justify="left" if name == "personalizer" else "right")

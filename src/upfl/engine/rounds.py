@@ -23,6 +23,7 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
+from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
@@ -93,6 +94,7 @@ class Engine:
         self.group.barrier()
         if self.group.leads:
             self.folder.roll_back(found)
+            self.folder.add_session(environment() | {"workers": self.group.size, "after": found.round if found else 0})
         self.group.barrier()
         if found is None:
             server = self.training.init(generator(self.config.seed, "init"))
@@ -135,6 +137,7 @@ class Engine:
             "clients": total.count,
             "left_out": left_out,
             "loss": float(total[LOSS]) / total.count,
+            "gradients": total.count * sum(phase.iterations * phase.cost for phase in self.training.phases(round)),
             **self.training.facts(progress.server),
             "train_s": time.perf_counter() - started,
         }
