@@ -66,8 +66,7 @@ def worker_count(config: Config, training: Training[Any], asked: int | None = No
     """As many workers as asked for, or one a core; one on an accelerator, or for a very large state."""
     if asked is not None and asked < 1:
         raise RunError(f"--workers {asked}: at least one is needed")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = asked or (cores if config.device == "cpu" and training.size < LARGE else 1)
+    count = asked or (cores() if config.device == "cpu" and training.size < LARGE else 1)
     # A worker holds the state, its sum in 64-bit integers, and one copy more while it aggregates or saves.
     needed, there = count * (16 * training.size + 2**29), available_memory()
     if there is not None and needed > there:
@@ -81,6 +80,11 @@ def worker_count(config: Config, training: Training[Any], asked: int | None = No
             f"about {needed / 2**30:.1f} GiB and this machine has {there / 2**30:.1f} GiB free; {advice}"
         )
     return count
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def one_worker_note(training: Training[Any], asked: int | None) -> str | None:
@@ -141,6 +145,11 @@ class Run:
     @property
     def training(self) -> Training[Any]:
         return self._parts[2]
+
+    @property
+    def personalizers(self) -> dict[str, Personalizer[Any]]:
+        """Those that the run is scored under, by name."""
+        return self._parts[3]
 
     def published(self, personalizer: str) -> Published:
         """What newcomers receive: the state at the round with the best validation accuracy under a personalizer."""

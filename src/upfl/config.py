@@ -85,6 +85,13 @@ class Config(_Strict):
         values = {key: value for key, value in self.training.items() if key != "name"}
         return training_class(self.training_name).Hyper(**values)
 
+    def personalizer_hyper(self, name: str) -> Any:
+        """A personalizer's hyper-parameters: the run's, or the paper's for the data set where the run has it not."""
+        values = self.personalize.get(name)
+        if values is None:
+            values = _personalizer_defaults(_searched(self.dataset), name)
+        return personalizer_class(name).Hyper(**values)
+
     def participants(self, clients: int) -> int:
         """How many of the existing clients take part in a round."""
         if self.clients_per_round is None:
@@ -170,22 +177,29 @@ def paper() -> dict[str, Any]:
     return tomllib.loads(resources.files("upfl").joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
+def paper_model(dataset: str) -> ModelConfig:
+    """The paper's prediction model for a data set."""
+    if dataset in ("digits", "mnist"):
+        return ModelConfig(name="mlp", hidden=200)
+    return ModelConfig(name="convnet", hidden=2048 if dataset == "femnist" else 512)
+
+
 def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
-    searched = paper()["mnist" if dataset == "digits" else dataset]
-    model = {
-        "digits": {"name": "mlp", "hidden": 200},
-        "mnist": {"name": "mlp", "hidden": 200},
-        "femnist": {"name": "convnet", "hidden": 2048},
-    }.get(dataset, {"name": "convnet", "hidden": 512})
+    searched = _searched(dataset)
     for name in personalizers:
         personalizer_class(name)
     return {
         "rounds": paper()["rounds"][dataset],
-        "model": model,
+        "model": paper_model(dataset).model_dump(),
         "partition": {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }
+
+
+def _searched(dataset: str) -> dict[str, Any]:
+    found: dict[str, Any] = paper()["mnist" if dataset == "digits" else dataset]
+    return found
 
 
 def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:

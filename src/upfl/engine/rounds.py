@@ -23,7 +23,8 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
-from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.environment import environment
+from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
 from upfl.randomness import generator
@@ -59,6 +60,16 @@ class Engine:
         self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
 
+    @classmethod
+    def standing(cls, folder: RunFolder) -> Engine:
+        """A run as its last checkpoint has it, to look at: nothing is changed or removed."""
+        engine = cls(folder, Group())
+        found = folder.load(engine.device)
+        if found is None:
+            raise RunError(f"{folder.path}: there is no checkpoint yet; `upfl resume {folder.path}` goes on")
+        engine.progress = found
+        return engine
+
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
         with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), torch.no_grad():
@@ -83,6 +94,7 @@ class Engine:
         self.group.barrier()
         if self.group.leads:
             self.folder.roll_back(found)
+            self.folder.add_session(environment() | {"workers": self.group.size, "after": found.round if found else 0})
         self.group.barrier()
         if found is None:
             server = self.training.init(generator(self.config.seed, "init"))
@@ -125,6 +137,7 @@ class Engine:
             "clients": total.count,
             "left_out": left_out,
             "loss": float(total[LOSS]) / total.count,
+            "gradients": total.count * sum(phase.iterations * phase.cost for phase in self.training.phases(round)),
             **self.training.facts(progress.server),
             "train_s": time.perf_counter() - started,
         }
@@ -183,7 +196,7 @@ class Engine:
         started = time.perf_counter()
         given, facts = fit_needs(
             list(self.personalizers.values()),
-            self._published(),
+            self.published(),
             self.federation,
             self.inputs,
             self.config.seed,
@@ -217,7 +230,8 @@ class Engine:
             self.folder.save_best(given.published)
         return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
 
-    def _published(self) -> Published:
+    def published(self) -> Published:
+        """What newcomers receive of the state as it is, before anything is fitted over it."""
         members = _Members(self) if self.training.publishes_memory else ()
         return Published(self.training.publish(self.progress.server), self.progress.round, members)
 

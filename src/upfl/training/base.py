@@ -120,6 +120,7 @@ class Phase:
     batch_size: int
     split: Split = "train"
     noise: Mapping[str, Noise] = field(default_factory=dict)
+    cost: float = 1.0  # gradient evaluations in a step: forward and backward passes of the prediction model
 
 
 class Total(Mapping[str, Tensor]):
@@ -212,6 +213,10 @@ class Training(Stage[H]):
         """
         return self.model.apply(params, x)
 
+    def features(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model makes of x before its last layer, a row for each sample."""
+        return self.model[:-1].apply(params, x).flatten(1)
+
     @property
     def size(self) -> int:
         """The number of values in the server's state, about."""
@@ -239,7 +244,12 @@ class LocalTraining(Training[L]):
         return prefixed("psi", self.model.init(generator))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size),)
+        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size, cost=self.step_cost),)
+
+    @property
+    def step_cost(self) -> float:
+        """Gradient evaluations in a step. One is three matrix products a layer: forward, and backward to both sides."""
+        return 1.0
 
     def begin(self, server: State, memory: State, client: Client) -> State:
         return self.model.layout({name: value.clone() for name, value in server.items()})

@@ -92,6 +92,11 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))
         return carry, loss + penalty
 
+    @property
+    def step_cost(self) -> float:
+        # Products a layer: two forward and backward passes (6), J d (2), the derivative of J^T u along d (4).
+        return (12 if self.hyper.second_order else 8) / 3
+
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
         """A term on the base model's logits that is added to the loss, and its gradient there."""
         return 0.0, None
@@ -122,6 +127,11 @@ class FedTTAProx(FedTTA):
     def begin(self, server: State, memory: State, client: Client) -> State:
         received = self.model.layout(select(server, "psi"))
         return super().begin(server, memory, client) | prefixed("received", received)
+
+    @property
+    def step_cost(self) -> float:
+        # Z. (1), and without the second order a pass back of its own for the penalty (2).
+        return super().step_cost + (1 if self.hyper.second_order else 3) / 3
 
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
         weight = batch.weight().unsqueeze(1) * self.hyper.mu
