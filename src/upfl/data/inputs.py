@@ -16,7 +16,6 @@ from upfl.data.files import Samples
 from upfl.data.formats import Shape
 from upfl.data.sources import Source
 
-
 LARGEST = 2**24  # values of an image
 
 
