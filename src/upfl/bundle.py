@@ -406,9 +406,7 @@ def _check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
     if sums.get(name) != digest:
-        raise BundleError(
-            f"{path}: is not the file that {SUMS} was written for: damaged or changed; get the bundle anew"
-        )
+        raise BundleError(f"{path}: does not have its checksum in {SUMS}: damaged or changed; get the bundle anew")
 
 
 def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
@@ -428,25 +426,31 @@ def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
     try:
         return kinds[kind].model_validate_json(_read_text(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "(whole)"
-        raise BundleError(f"{path}: {where}: {first['msg']} ({error.error_count()} value(s) do not fit)") from None
+        raise BundleError(f"{path}: {_explained(error)}") from None
+
+
+def _explained(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or '(whole)'}: {first['msg']}"
 
 
 def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
     path, section = folder / MANIFEST, manifest.training
     model = models.described(layer.model_dump(exclude_none=True) for layer in manifest.model)
-    # A training may make tensors of the model's sizes: they must not be larger than what the bundle brings.
+    # What follows makes tensors of the model's sizes: they must not be larger than what the bundle brings.
     bytes_there = sum((folder / name).stat().st_size for name in manifest.files())
-    if 4 * model.size > bytes_there:
-        raise BundleError(f"{path}: model: has {model.size} parameters, more than the bundle's files can hold")
+    sets = manifest.models if isinstance(manifest, PersonalManifest) else 1
+    if 4 * model.size * sets > bytes_there:
+        raise BundleError(f"{path}: model: has {sets * model.size} parameters, more than the bundle's files can hold")
     try:
         kind = training_class(section.name)
         hyper = kind.Hyper(**section.hyper)
         training: Training[Any] = kind(Task(model, len(manifest.task.classes), section.clients), hyper)
     except (UpflError, ValidationError, AssertionError) as error:
         hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, UpflError) else ""
-        raise BundleError(f"{path}: training: {error}{hint}") from error
+        raise BundleError(f"{path}: training: {_explained(error)}{hint}") from error
     x = torch.zeros(2, *manifest.task.input.shape)
     try:  # for real: on the meta device this would import a second's worth of torch
         logits = training.logits({name: torch.zeros(shape) for name, shape in training.model.shapes.items()}, x)
@@ -473,7 +477,7 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
         }
         needs = needs_of(list(personalizers.values()))
     except (UpflError, ValidationError) as error:
-        raise BundleError(f"{path}: personalizers: {error}") from error
+        raise BundleError(f"{path}: personalizers: {_explained(error)}") from error
     if manifest.default not in personalizers:
         raise BundleError(f"{path}: default: {unknown('personalizer', manifest.default, personalizers)}")
     if bool(manifest.members) != training.publishes_memory:
