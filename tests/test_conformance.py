@@ -64,9 +64,9 @@ class Remembering(FedAvg):
         memory = {name: carry[name].contiguous() for name in self._own()}
         return up | {"taking_part": torch.tensor(1)}, memory | {"rounds": carry["rounds"] + 1}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         own = {name: memory[name] for name in self._own()} if memory else {}
-        return super().start(published, x, memory) | select(own, "psi")
+        return super().start(published, client, memory) | select(own, "psi")
 
     def _own(self) -> list[str]:
         return [f"psi.{name}" for name in self.model[-1:].shapes]
@@ -551,7 +551,10 @@ def _with_padding(batch: Batch) -> Batch:
     noise = torch.randn(batch.x[:3].shape, generator=generator(0, "noise"))
     x, y = torch.cat([noise, batch.x]), torch.cat([batch.y[:3], batch.y])
     drawn = {name: torch.cat([value[:3], value]) for name, value in batch.noise.items()}
-    return Batch(x.contiguous(memory_format=torch.channels_last), y, torch.cat([torch.zeros(len(noise)), mask]), drawn)
+    assert batch.index is not None
+    index = torch.cat([batch.index[:3], batch.index])
+    mask = torch.cat([torch.zeros(len(noise)), mask])
+    return Batch(x.contiguous(memory_format=torch.channels_last), y, mask, drawn, index)
 
 
 @of_every_training
@@ -657,7 +660,7 @@ def test_before_is_the_published_model(name: str, personalizer: str, parts: Part
         assert torch.equal(personalized.before, personalized.logits)
         return
     with torch.no_grad():
-        logits = parts.training.logits(parts.training.start(parts.published, client.x, None), client.x)
+        logits = parts.training.logits(parts.training.start(parts.published, client, None), client.x)
     torch.testing.assert_close(personalized.before, logits, rtol=1e-4, atol=1e-5)
 
 

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from upfl.models import Model
+from upfl.randomness import generator
 from upfl.state import State, contiguous, prefixed, select
 
 Split = Literal["train", "validation", "public"]
@@ -60,6 +61,7 @@ class Batch:
     y: Tensor
     mask: Tensor | None = None
     noise: State = field(default_factory=dict)  # what the phase asked for, a row for each sample
+    index: Tensor | None = None  # the samples' places in their split
 
     def weight(self) -> Tensor:
         """Each sample's weight in a mean over the batch."""
@@ -69,12 +71,26 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """One of the models that clients may have, and the width of the adaptation model that goes with it."""
+
+    model: Model
+    adaptation_width: int | None = None  # where None, the training's
+
+
+@dataclass(frozen=True)
 class Task:
-    """What is to be learned: the model, and the number of training clients that exist."""
+    """What is to be learned: the model, and the number of training clients that exist.
+
+    Where clients differ in their models, `architectures` has them by name. `public` are the unlabelled samples that
+    everyone has, in the order of the split of that name.
+    """
 
     model: Model
     classes: int
     clients: int
+    architectures: Mapping[str, Architecture] = field(default_factory=dict)
+    public: Tensor | None = None
 
 
 class Client(Protocol):
@@ -87,6 +103,10 @@ class Client(Protocol):
     def round(self) -> int: ...
 
     @property
+    def architecture(self) -> str:
+        """The name of its model's architecture, where clients differ in that; else empty."""
+
+    @property
     def count(self) -> int:
         """The number of samples in its train split."""
 
@@ -94,6 +114,19 @@ class Client(Protocol):
 
     def batches(self, split: Split, size: int) -> Iterator[Batch]:
         """One pass over a split, in order."""
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """A client as a personalizer sees it: inputs, and a seed of its own. There are no labels here."""
+
+    id: int
+    x: Tensor
+    seed: int = 0
+    architecture: str = ""
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return generator(self.seed, "personalize", self.id, purpose)
 
 
 Step = Callable[[State, Batch, int], tuple[State, Tensor]]
@@ -190,10 +223,10 @@ class Training(ABC, Generic[H]):
         return server
 
     @abstractmethod
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         """The parameters of the model before personalization: a newcomer's (no memory) or a training client's own.
 
-        x is the client's unlabelled data; most trainings give everyone the same model and do not look at it.
+        Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
 
     def logits(self, params: State, x: Tensor) -> Tensor:
@@ -233,7 +266,11 @@ class LocalTraining(Training[L]):
         return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size),)
 
     def begin(self, server: State, memory: State, client: Client) -> State:
-        return self.model.layout({name: value.clone() for name, value in server.items()})
+        return self.carry(server)
+
+    def carry(self, models: State) -> State:
+        """A copy of models to train, and what the steps need beside them."""
+        return self.model.layout({name: value.clone() for name, value in models.items()})
 
     @abstractmethod
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
@@ -248,5 +285,5 @@ class LocalTraining(Training[L]):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         return self.model.layout(select(published.state, "psi"))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
 from upfl.state import State, norm, prefixed, select
-from upfl.training.base import Client, Published, Task, Total
+from upfl.training.base import Client, Published, Task, Total, Unlabelled
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256
@@ -125,8 +125,9 @@ class OdpflHn(FedAvg):
                 value.sub_(total.mean(name).to(value.device), alpha=rate * scale)
         return server
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
-        return self.model.layout(self.generate(published.state, list(x.split(CHUNK))))  # type: ignore[no-untyped-call]
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        parts = list(client.x.split(CHUNK))  # type: ignore[no-untyped-call]
+        return self.model.layout(self.generate(published.state, parts))
 
     @property
     def size(self) -> int:
