@@ -77,7 +77,8 @@ def _table() -> dict[str, list[str]]:
     fitting = {}
     trainings: dict[str, type[Training[Any]]] = TRAININGS | {Remembering.name: Remembering}
     for name, kind in trainings.items():
-        training = kind(Task(mlp(64, (16, 16), 10), 10, CLIENTS), kind.Hyper())
+        task = Task(mlp(64, (16, 16), 10), 10, CLIENTS, public=torch.zeros(20, 1, 8, 8))
+        training = kind(task, kind.Hyper())
         fitting[name] = [key for key, personalizer in PERSONALIZERS.items() if personalizer.why_not(training) is None]
     return fitting
 
@@ -667,7 +668,7 @@ def test_before_is_the_published_model(name: str, personalizer: str, parts: Part
 @of_every_pair
 def test_a_single_sample_is_enough(name: str, personalizer: str, parts: Parts) -> None:
     client = newcomer(parts.federation, parts.inputs, 0, 1)
-    alone = Unlabelled(client.id, client.x[:1], client.seed)
+    alone = replace(client, x=client.x[:1])
     personalized = parts.personalizers[personalizer].personalize(parts.published, alone)
     assert personalized.logits.shape == (1, 10)
     assert personalized.logits.isfinite().all()

@@ -26,6 +26,8 @@ from upfl.training.fedper import FedPer
 from upfl.training.fedprox import FedProx
 from upfl.training.fedsr import FedSR
 from upfl.training.fedtta import FedTTA, FedTTAProx
+from upfl.training.hetero_fedtta import HeteroFedTTA
+from upfl.training.hetero_tent import HeteroTent
 from upfl.training.odpfl_hn import OdpflHn
 from upfl.training.scaffold import Scaffold
 
@@ -61,11 +63,16 @@ ROWS = [
     Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
     Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
     Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
+    Method("hetero-fedtta", "HeteroFedTTA", "hetero-fedtta", "one-step", "FedTTA over models of different size"),
+    Method("hetero-tent", "hetero-TENT", "hetero-tent", "tent", "TENT over models of different size"),
 ]
 
 TRAININGS: dict[str, type[Training[Any]]] = {
     training.name: training
-    for training in (FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn, FedTTA, FedTTAProx)
+    for training in (
+        *(FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn),
+        *(FedTTA, FedTTAProx, HeteroFedTTA, HeteroTent),
+    )
 }
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble)

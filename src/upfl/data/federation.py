@@ -12,6 +12,9 @@ from upfl.data.sources import Source
 from upfl.errors import ConfigError, DataError
 from upfl.randomness import seed_of
 
+Role = Literal["training", "new"]
+ROLES: tuple[Role, ...] = ("training", "new")
+
 
 @dataclass(frozen=True)
 class Clients:
@@ -48,7 +51,7 @@ class Federation:
     seed: int = 0
     architectures: tuple[str, ...] = ()  # names of the models among which clients differ
 
-    def architecture(self, role: Literal["training", "new"], client: int) -> str:
+    def architecture(self, role: Role, client: int) -> str:
         """The model that a client has: each with equal probability, a function of the seed and the client."""
         if not self.architectures:
             return ""

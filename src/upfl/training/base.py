@@ -27,7 +27,7 @@ from torch import Tensor
 
 from upfl.models import Model
 from upfl.randomness import generator
-from upfl.state import State, contiguous, prefixed, select
+from upfl.state import State, byte_size, contiguous, prefixed, select
 
 Split = Literal["train", "validation", "public"]
 
@@ -188,6 +188,7 @@ class Training(ABC, Generic[H]):
     adaptation: Model | None = None  # g, where the training learns one
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
     publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
 
@@ -240,6 +241,14 @@ class Training(ABC, Generic[H]):
     def size(self) -> int:
         """The number of values in the server's state, about."""
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
+
+    def bytes_down(self, server: State, round: int) -> int:
+        """What a client receives in a round: the server's state, unless some of it stays there."""
+        return byte_size(server)
+
+    def bytes_up(self, sizes: Mapping[str, int]) -> int:
+        """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""
+        return sum(sizes.values())
 
     def facts(self, server: State) -> dict[str, float]:
         """Numbers about the server's state that belong into the metrics."""

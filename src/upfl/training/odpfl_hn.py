@@ -129,6 +129,17 @@ class OdpflHn(FedAvg):
         parts = list(client.x.split(CHUNK))  # type: ignore[no-untyped-call]
         return self.model.layout(self.generate(published.state, parts))
 
+    # The sum has the gradients of H's heads: outer products of theta - theta' with what H computed. A server that has H
+    # forms them itself. What then crosses the wire, besides E, is e, theta and what is needed to train both.
+
+    def bytes_down(self, server: State, round: int) -> int:
+        """E, theta, and the gradient for e."""
+        return 4 * (self.encoder.size + self.model.size + self.hyper.embedding)
+
+    def bytes_up(self, sizes: Mapping[str, int]) -> int:
+        """e, theta - theta', the gradient for E, and the weight."""
+        return 4 * (self.hyper.embedding + self.model.size + self.encoder.size + 1)
+
     @property
     def size(self) -> int:
         return self.encoder.size + self.trunk.size + sum(head.size for head in self.heads.values())
