@@ -28,7 +28,7 @@ from torch import Tensor
 
 from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
 from upfl.state import State, norm, prefixed, select
-from upfl.training.base import Client, Published, Task, Total
+from upfl.training.base import Client, Published, Task, Total, Unlabelled
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256
@@ -125,8 +125,20 @@ class OdpflHn(FedAvg):
                 value.sub_(total.mean(name).to(value.device), alpha=rate * scale)
         return server
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
-        return self.model.layout(self.generate(published.state, list(x.split(CHUNK))))  # type: ignore[no-untyped-call]
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        parts = list(client.x.split(CHUNK))  # type: ignore[no-untyped-call]
+        return self.model.layout(self.generate(published.state, parts))
+
+    # The sum has the gradients of H's heads: outer products of theta - theta' with what H computed. A server that has H
+    # forms them itself. What then crosses the wire, besides E, is e, theta and what is needed to train both.
+
+    def bytes_down(self, server: State, round: int) -> int:
+        """E, theta, and the gradient for e."""
+        return 4 * (self.encoder.size + self.model.size + self.hyper.embedding)
+
+    def bytes_up(self, sizes: Mapping[str, int]) -> int:
+        """e, theta - theta', the gradient for E, and the weight."""
+        return 4 * (self.hyper.embedding + self.model.size + self.encoder.size + 1)
 
     @property
     def size(self) -> int:
