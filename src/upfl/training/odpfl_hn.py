@@ -140,6 +140,9 @@ class OdpflHn(FedAvg):
         """e, theta - theta', the gradient for E, and the weight."""
         return 4 * (self.hyper.embedding + self.model.size + self.encoder.size + 1)
 
+    def publish(self, server: State) -> State:
+        return server
+
     @property
     def size(self) -> int:
         return self.encoder.size + self.trunk.size + sum(head.size for head in self.heads.values())
