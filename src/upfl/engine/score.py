@@ -134,7 +134,7 @@ class Scorer:
             indices = self.federation.training.validation(i)
             if len(indices):
                 client = validation_client(self.federation, self.inputs, self.config.seed, i)
-                memory = self.engine.memory(i) if self.engine.training.remembers else None
+                memory = self.engine.memory(i) if self.engine.training.starts_from_memory else None
                 personalized = personalizer.personalize(self.given.without(i), client, memory)
                 right += int((personalized.logits.argmax(1) == self.inputs.y(indices)).sum())
                 total += len(indices)

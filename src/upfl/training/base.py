@@ -221,6 +221,7 @@ class Training(Stage[H]):
     Hyper: ClassVar[type[Any]]
     adaptation: Model | None = None  # g, where the training learns one
     publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
     heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
 
@@ -253,7 +254,7 @@ class Training(Stage[H]):
 
     @property
     def size(self) -> int:
-        """The number of values in the server's state, about."""
+        """The number of values that a worker holds of the server's state or of its sum, about: for the memory forecast."""
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
 
     def bytes_down(self, server: State, round: int) -> int:
@@ -263,6 +264,10 @@ class Training(Stage[H]):
     def bytes_up(self, sizes: Mapping[str, int]) -> int:
         """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""
         return sum(sizes.values())
+
+    def remark(self) -> str:
+        """What a user should know before the first round; mostly nothing."""
+        return ""
 
     def facts(self, server: State) -> dict[str, float]:
         """Numbers about the server's state that belong into the metrics."""

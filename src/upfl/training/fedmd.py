@@ -70,6 +70,7 @@ class FedMD(Training[D]):
     """The loop. Subclasses say what a student is, which logits it sends, and how it adapts to the public set."""
 
     remembers = True
+    starts_from_memory = True
     heterogeneous = True
     knowledge: ClassVar[tuple[str, ...]]  # of "base" and "personalized": logits before and after adaptation
     Adapt: ClassVar[type[Personalizer[Any]]]
