@@ -109,16 +109,15 @@ def available_memory() -> int | None:
     except OSError:
         return None
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    return min((bytes for bytes in (free, _left_in_container()) if bytes is not None), default=None)
+    return min((size for size in (free, _left_in_container()) if size is not None), default=None)
 
 
 def _left_in_container() -> int | None:
     """Bytes that are left under a container's limit; None where there is none."""
     try:
         limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-        cached = next(
-            line for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines() if "inactive_file" in line
-        )
+        facts = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        cached = next(line for line in facts if line.startswith("inactive_file"))
     except (OSError, StopIteration):
         return None
     return int(limit) - int(used) + int(cached.split()[1]) if limit.isdigit() else None

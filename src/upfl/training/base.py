@@ -254,7 +254,7 @@ class Training(Stage[H]):
 
     @property
     def size(self) -> int:
-        """The number of values that a worker holds of the server's state or of its sum, about: for the memory forecast."""
+        """About how many values a worker holds of the server's state or of its sum: for the memory forecast."""
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
 
     def bytes_down(self, server: State, round: int) -> int:
