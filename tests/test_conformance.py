@@ -67,9 +67,9 @@ class Remembering(FedAvg):
         memory = {name: carry[name].contiguous() for name in self._own()}
         return up | {"taking_part": torch.tensor(1)}, memory | {"rounds": carry["rounds"] + 1}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         own = {name: memory[name] for name in self._own()} if memory else {}
-        return super().start(published, x, memory) | select(own, "psi")
+        return super().start(published, client, memory) | select(own, "psi")
 
     def _own(self) -> list[str]:
         return [f"psi.{name}" for name in self.model[-1:].shapes]
@@ -84,7 +84,8 @@ def _table() -> dict[str, list[str]]:
     fitting = {}
     trainings: dict[str, type[Training[Any]]] = TRAININGS | {Remembering.name: Remembering}
     for name, kind in trainings.items():
-        training = kind(Task(mlp(64, (16, 16), 10), 10, CLIENTS), kind.Hyper())
+        task = Task(mlp(64, (16, 16), 10), 10, CLIENTS, public=torch.zeros(20, 1, 8, 8))
+        training = kind(task, kind.Hyper())
         fitting[name] = [key for key, personalizer in PERSONALIZERS.items() if personalizer.why_not(training) is None]
     return fitting
 
@@ -571,7 +572,10 @@ def _with_padding(batch: Batch) -> Batch:
     noise = torch.randn(batch.x[:3].shape, generator=generator(0, "noise"))
     x, y = torch.cat([noise, batch.x]), torch.cat([batch.y[:3], batch.y])
     drawn = {name: torch.cat([value[:3], value]) for name, value in batch.noise.items()}
-    return Batch(x.contiguous(memory_format=torch.channels_last), y, torch.cat([torch.zeros(len(noise)), mask]), drawn)
+    assert batch.index is not None
+    index = torch.cat([batch.index[:3], batch.index])
+    mask = torch.cat([torch.zeros(len(noise)), mask])
+    return Batch(x.contiguous(memory_format=torch.channels_last), y, mask, drawn, index)
 
 
 @of_every_training
@@ -680,14 +684,14 @@ def test_before_is_the_published_model(name: str, personalizer: str, parts: Part
         assert torch.equal(personalized.before, personalized.logits)
         return
     with torch.no_grad():
-        logits = parts.training.logits(parts.training.start(parts.published, client.x, None), client.x)
+        logits = parts.training.logits(parts.training.start(parts.published, client, None), client.x)
     torch.testing.assert_close(personalized.before, logits, rtol=1e-4, atol=1e-5)
 
 
 @of_every_pair
 def test_a_single_sample_is_enough(name: str, personalizer: str, parts: Parts) -> None:
     client = newcomer(parts.federation, parts.inputs, 0, 1)
-    alone = Unlabelled(client.id, client.x[:1], client.seed)
+    alone = replace(client, x=client.x[:1])
     personalized = parts.personalizers[personalizer].personalize(parts.published, alone)
     assert personalized.logits.shape == (1, 10)
     assert personalized.logits.isfinite().all()

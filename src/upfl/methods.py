@@ -31,6 +31,8 @@ from upfl.training.fedper import FedPer
 from upfl.training.fedprox import FedProx
 from upfl.training.fedsr import FedSR
 from upfl.training.fedtta import FedTTA, FedTTAProx
+from upfl.training.hetero_fedtta import HeteroFedTTA
+from upfl.training.hetero_tent import HeteroTent
 from upfl.training.odpfl_hn import OdpflHn
 from upfl.training.scaffold import Scaffold
 
@@ -70,11 +72,16 @@ ROWS = [
     Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
     Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
     Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
+    Method("hetero-fedtta", "HeteroFedTTA", "hetero-fedtta", "one-step", "FedTTA over models of different size"),
+    Method("hetero-tent", "hetero-TENT", "hetero-tent", "tent", "TENT over models of different size"),
 ]
 
 TRAININGS: dict[str, type[Training[Any]]] = {
     training.name: training
-    for training in (FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn, FedTTA, FedTTAProx)
+    for training in (
+        *(FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn),
+        *(FedTTA, FedTTAProx, HeteroFedTTA, HeteroTent),
+    )
 }
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer

@@ -24,13 +24,9 @@ HARM = 2.0  # points that a client may lose before it counts as harmed
 
 def score(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
-    names: Annotated[
-        str, typer.Option("--score", help="Personalizers, comma-separated; BASE+CORRECTION, too.")
-    ] = DEFAULT,
+    names: Annotated[str, typer.Option("--score", help="Personalizers or BASE+CORRECTION, with commas.")] = DEFAULT,
     oracles: Annotated[bool, typer.Option("--oracles", help="Bounds that know the labels, drawn apart.")] = False,
-    inductive: Annotated[
-        bool, typer.Option("--inductive", help="Also personalize on one half, score the other.")
-    ] = False,
+    inductive: Annotated[bool, typer.Option("--inductive", help="Personalize on one half, score the other.")] = False,
     sizes: Annotated[str | None, typer.Option(help="Samples of drawn newcomers: 5,20,60,600.")] = None,
     classes: Annotated[str | None, typer.Option(help="Classes of drawn newcomers: 2,5,10.")] = None,
     draws: Annotated[int, typer.Option(min=1, help="Newcomers drawn for each size and number of classes.")] = 50,
@@ -47,7 +43,10 @@ def score(
     """
     console = Console(stderr=True)
     with console.status("reading the run") as status:
-        tell = lambda what: status.update(escape(what))  # noqa: E731
+
+        def tell(what: str) -> None:
+            status.update(escape(what))
+
         wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
         scorer = Scorer(RunFolder.open(run), wanted, oracles, tell)
         scores = scorer.score(inductive, tell)
@@ -138,9 +137,11 @@ def _show(found: dict[str, Any]) -> None:
     )
     for name in ("personalizer", "validation", "new clients", "inductive", "against none", "harmed", "estimate off by"):
         table.add_column(name, justify="left" if name == "personalizer" else "right")
+    last: dict[str, Any] = {"bound": False}
     for row in found["rows"]:
-        if row["bound"] and not table.rows[-1].end_section and not _bounds_begun(found, row):
+        if row["bound"] and not last["bound"]:
             table.add_section()
+        last = row
         against = row.get("against_none")
         table.add_row(
             escape(row["name"]) + (" (bound)" if row["bound"] else ""),
@@ -157,11 +158,6 @@ def _show(found: dict[str, Any]) -> None:
     for curve in found["newcomers"]:
         figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])
         console.print(f"{curve['classes']} classes, {curve['samples']} samples: {figures}", highlight=False)
-
-
-def _bounds_begun(found: dict[str, Any], row: dict[str, Any]) -> bool:
-    first = next(one for one in found["rows"] if one["bound"])
-    return first is not row
 
 
 def _figure(value: float | None) -> str:

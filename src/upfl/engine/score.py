@@ -8,7 +8,7 @@ the run; new clients' labels are used to count right predictions, by oracles, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ class Scorer:
     def _later(self, personalizer: Personalizer[Any], client: Unlabelled, y: Tensor) -> tuple[int, int]:
         order = torch.randperm(len(y), generator=generator(self.config.seed, "halves", client.id))
         first, second = order[: (len(y) + 1) // 2], order[(len(y) + 1) // 2 :]
-        half = Unlabelled(client.id, client.x[first], client.seed)
+        half = replace(client, x=client.x[first])
         predicted = personalizer.personalize(self.given.published, half).predict(client.x[second])
         return int((predicted == y[second]).sum()), len(second)
 
@@ -133,7 +133,7 @@ class Scorer:
             indices = self.federation.training.validation(i)
             if len(indices):
                 client = validation_client(self.federation, self.inputs, self.config.seed, i)
-                memory = self.engine.memory(i) if self.engine.training.remembers else None
+                memory = self.engine.memory(i) if self.engine.training.starts_from_memory else None
                 personalized = personalizer.personalize(self.given.without(i), client, memory)
                 right += int((personalized.logits.argmax(1) == self.inputs.y(indices)).sum())
                 total += len(indices)
@@ -158,7 +158,8 @@ class Scorer:
             held = np.flatnonzero(np.isin(labels, rng.choice(present, kind.classes, replace=False)))
             indices = pool[rng.choice(held, min(kind.samples, len(held)), replace=False)]
             x = self.inputs.x(indices, float(rng.choice(self.federation.new.angles)))
-            yield Unlabelled(i, x, self.config.seed), self.inputs.y(indices)
+            like = newcomer(self.federation, self.inputs, self.config.seed, i % len(self.federation.new))
+            yield replace(like, id=i, x=x), self.inputs.y(indices)
 
 
 def harm(score: Score, reference: Score) -> list[dict[str, float]]:

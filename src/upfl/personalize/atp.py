@@ -17,6 +17,7 @@ no cross-fitting for them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -35,7 +36,7 @@ from upfl.personalize.base import (
 from upfl.personalize.calibration import fitted
 from upfl.personalize.fitting import FITS, CrossFitted, Fit, Need
 from upfl.state import State
-from upfl.training.base import Batch, Client, Hyper, Phase, Published, Total
+from upfl.training.base import Batch, Client, Hyper, Phase, Published, Total, Training
 
 
 class AtpHyper(Hyper):
@@ -49,12 +50,18 @@ class Atp(Personalizer[AtpHyper]):
     title = "entropy minimisation with learned rates"
     Hyper = AtpHyper
 
+    @classmethod
+    def why_not(cls, training: Training[Any]) -> str | None:
+        if training.heterogeneous:
+            return "it learns rates for the tensors of one architecture"
+        return super().why_not(training)
+
     def needs(self) -> tuple[Need, ...]:
         return (Need.of(Rates, self),)
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         alpha = fitted(published, f"{Rates.key}.{self.name}")["alpha"]
-        theta = self.training.start(published, client.x, memory)
+        theta = self.training.start(published, client, memory)
         before, total, gradient = summed_gradient(entropy, self.training.logits, theta, client.x)
         adapted = stepped(theta, gradient, alpha / len(client.x))
         logits = all_logits(self.training.logits, adapted, client.x)
@@ -94,7 +101,7 @@ class Rates(Fit):
 
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         alpha, logits = carry["alpha"], self.training.logits
-        theta = self.training.start(self.given.published, batch.x, None)
+        theta = self.training.start(self.given.published, Unlabelled(0, batch.x), None)
         _, _, summed = summed_gradient(entropy, logits, theta, batch.x)
         u = {name: value / len(batch.x) for name, value in summed.items()}
         adapted = stepped(theta, u, alpha)

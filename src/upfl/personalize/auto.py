@@ -12,12 +12,14 @@ the estimated gain over no personalization, x = e_k - e_0, and the true one, y. 
     error_k = sqrt(residual variance / effective number of clients)
 
 Where estimates are good the slope is near 1 and the newcomer's own evidence decides; where they are not (feature shift)
-it is near 0 and what happened to training clients decides. The newcomer takes the candidate with the largest
-gain_k - error_k; no personalization has 0. Labels of new clients play no part in any of this.
+it is near 0 and what happened to training clients decides. The newcomer goes through the candidates from the one that
+changes least, none, to those that change most, and leaves the one it has for the next only if that promises more even
+when its gain is one standard error less. Labels of new clients play no part in any of this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +78,7 @@ class Auto(Personalizer[AutoHyper]):
         estimated = torch.tensor([estimate for _, estimate in results], dtype=torch.float64)
         expected = known["gain"] + known["slope"] * (estimated - estimated[0] - known["estimated"])
         expected[0] = 0.0
-        chosen = int((expected - known["error"]).argmax())
+        chosen = choose(expected.tolist(), known["error"].tolist())
         personalized, names = results[chosen][0], self.candidates
         considered = ", ".join(
             f"{name} {100 * gain:+.1f} +- {100 * error:.1f}"
@@ -97,6 +99,15 @@ class Auto(Personalizer[AutoHyper]):
                 both.insert(1, self.calibrated.corrected(base, published))
             found += [(one, raw_estimate(one.logits, posterior)[0]) for one in both]
         return found
+
+
+def choose(gains: Sequence[float], errors: Sequence[float]) -> int:
+    """From the first on, each candidate that promises more than the one before it even one standard error lower."""
+    chosen = 0
+    for k in range(1, len(gains)):
+        if gains[k] - errors[k] > gains[chosen]:
+            chosen = k
+    return chosen
 
 
 class Choice(Fit):

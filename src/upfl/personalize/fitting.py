@@ -98,7 +98,7 @@ class Fit(Stage[Hyper]):
         """The client as a newcomer with its validation inputs, and the labels, for afterwards."""
         batches = list(client.batches("validation", 1024))
         x, y = torch.cat([batch.x for batch in batches]), torch.cat([batch.y for batch in batches])
-        return Unlabelled(client.id, x, client.seed), y.cpu()
+        return Unlabelled(client.id, x, client.seed, client.architecture), y.cpu()
 
 
 def takes_part(client: int) -> Tensor:

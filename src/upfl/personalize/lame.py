@@ -31,7 +31,7 @@ class Lame(Personalizer[LameHyper]):
     Hyper = LameHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        predictor = Predictor(self.training, [self.training.start(published, client.x, memory)])
+        predictor = Predictor(self.training, [self.training.start(published, client, memory)])
         before = predictor.logits(client.x)
         features = all_logits(self.training.features, predictor.params[0], client.x)
         y = agree(before.log_softmax(1), affinity(features, self.hyper.neighbours), self.hyper.iterations)

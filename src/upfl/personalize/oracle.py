@@ -12,6 +12,7 @@ holds them, no run trains or selects by them, no bundle carries them; `upfl scor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from upfl.personalize.base import Unlabelled, all_logits, entropy, summed_gradient
 from upfl.personalize.calibration import Calibration, Calibrator
-from upfl.personalize.fedtta import EarlyStopped, OneStep
+from upfl.personalize.fedtta import OneStep
 from upfl.personalize.fitting import Need
 from upfl.personalize.nothing import Nothing
-from upfl.state import State, select
+from upfl.state import State
 from upfl.training.base import Published, Training
 from upfl.training.local import sgd_
 
@@ -92,11 +93,11 @@ class BestStep(Oracle):
                 best, most = predicted, right
         return best, torch.arange(len(y))
 
-    def _way(self, published: Published, client: Unlabelled) -> Any:
+    def _way(self, published: Published, client: Unlabelled) -> Iterator[Tensor]:
         training = self.training
-        psi = training.start(published, client.x, None)
-        guided = EarlyStopped(training, EarlyStopped.Hyper()) if OneStep.why_not(training) is None else None
-        phi = select(published.state, "phi")
+        guided = OneStep(training, OneStep.Hyper()) if OneStep.why_not(training) is None else None
+        psi, phi = guided.training.guided(published, client, None) if guided else (None, {})
+        psi = psi or training.start(published, client, None)
         for _ in range(STEPS + 1):
             if guided is not None:
                 logits, _, psi = guided.step(phi, psi, client.x, published.round)
@@ -116,11 +117,11 @@ class HalfSupervised(Oracle):
         order = torch.randperm(len(y), generator=client.generator("half"))
         known, asked = order[: len(y) // 2], order[len(y) // 2 :]
         training = self.training
-        psi: State = {name: value.clone() for name, value in training.start(published, client.x, None).items()}
+        psi: State = {name: value.clone() for name, value in training.start(published, client, None).items()}
         labels = y.to(client.x.device)
         for epoch in range(EPOCHS):
             shuffled = known[torch.randperm(len(known), generator=client.generator(f"half {epoch}"))]
-            for part in torch.split(shuffled, 64):  # type: ignore[no-untyped-call]
+            for part in torch.split(shuffled, 64):
                 cross_entropy = partial(F.cross_entropy, target=labels[part], reduction="none")
                 _, _, gradient = summed_gradient(cross_entropy, training.logits, psi, client.x[part])
                 scaled = {name: value / len(part) for name, value in gradient.items()}
