@@ -101,7 +101,8 @@ def test_every_training_goes_out_comes_back_and_personalizes_to_the_same_bits(
     assert set(bundle.personalizers) == set(run.config.personalize)
     x, later = pixels_of(run), pixels_of(run, 1)
     published = run.published(bundle.manifest.default)
-    client = Unlabelled(0, run.newcomer(0).x, 0)
+    architecture = next(iter(bundle.training.client_models))
+    client = Unlabelled(0, run.newcomer(0).x, 0, architecture)
     for personalizer, method in run.personalizers.items():
         expected = method.personalize(published, client)
         mine = bundle.personalize(x, personalizer)
@@ -227,6 +228,8 @@ def test_a_bundle_has_only_what_newcomers_need(run_of: Callable[[str], api.Run],
         names = set(load_file(out / "weights.safetensors"))
         assert {name.split(".")[0] for name in names} <= {"state", "fitted"}
         allowed = {"encoder", "trunk", "head"} if name == "odpfl-hn" else {"psi", "phi"}
+        if TRAININGS[name].heterogeneous:
+            allowed = {"base", "personalized", "public"}
         assert {name.split(".")[1] for name in names if name.startswith("state.")} <= allowed
 
 
@@ -266,6 +269,26 @@ def test_layers_of_training_clients_are_announced(run_of: Callable[[str], api.Ru
     mine.save(tmp_path / "me")
     assert "training clients' own layers" in (tmp_path / "me" / "README.md").read_text()
     assert mine.manifest.models == 5
+
+
+def test_a_newcomer_chooses_among_architectures(run_of: Callable[[str], api.Run], tmp_path: Path) -> None:
+    run = run_of("hetero-fedtta")
+    bundle = export(run, tmp_path / "bundle")
+    np.save(tmp_path / "x.npy", pixels_of(run))
+    assert "small, medium, big" in (tmp_path / "bundle" / "README.md").read_text()
+    for architecture in ("small", "big"):
+        out = tmp_path / architecture
+        said = personalize(tmp_path / "bundle", tmp_path / "x.npy", out, "--architecture", architecture)
+        assert said.code == 0, said.err
+        client = Unlabelled(0, run.newcomer(0).x, 0, architecture)
+        expected = run.personalizers["one-step"].personalize(run.published("one-step"), client)
+        assert torch.equal(PersonalModel.load(out).predict_logits(pixels_of(run)), expected.predict_logits(client.x))
+    with pytest.raises(ConfigError, match="unknown architecture 'bigg'; did you mean big"):
+        bundle.personalize(pixels_of(run), architecture="bigg")
+    with pytest.raises(BundleError, match="unknown architecture 'huge'"):
+        PersonalModel.load(edited(tmp_path / "big", put("architecture", value="huge")))
+    with pytest.raises(BundleError, match=r"tensor 0\.fc1\.\w+ has the shape"):
+        PersonalModel.load(edited(tmp_path / "small", put("architecture", value="big")))
 
 
 # What is refused

@@ -44,6 +44,11 @@ class LayerSection(_Strict):
         return self
 
 
+class ArchitectureSection(_Strict):
+    layers: tuple[LayerSection, ...]
+    adaptation_width: int | None = Field(None, ge=1)
+
+
 class TrainingSection(_Strict):
     name: str
     clients: int = Field(ge=1)
@@ -59,6 +64,7 @@ class Manifest(_Strict):
     made_with: str
     task: TaskSection
     model: tuple[LayerSection, ...]
+    architectures: dict[str, ArchitectureSection] = Field({}, description="by name, where clients differ in theirs")
     training: TrainingSection
 
     def files(self) -> list[str]:
@@ -77,6 +83,7 @@ class FederationManifest(Manifest):
     default: str
     fitted: tuple[str, ...] = Field(description="what was fitted after training, over the same clients")
     members: int = Field(0, ge=0, description="training clients whose own layers are in the bundle")
+    public: int = Field(0, ge=0, le=2**32, description="unlabelled samples that everyone has")
     summary: dict[str, Any] = Field(description="of the training, for people")
 
     def files(self) -> list[str]:
@@ -89,6 +96,7 @@ class PersonalManifest(Manifest):
     kind: Literal["personal"] = "personal"
     personalizer: str
     hyper: dict[str, Any]
+    architecture: str = ""
     samples: int = Field(ge=1, description="without labels, that it was personalized on")
     diary: Diary
     models: int = Field(1, ge=1, description="parameter sets; of several, the mean of the logits counts")

@@ -70,6 +70,7 @@ def personalize(
     data: Data,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for your own model, a new one.")],
     personalizer: Annotated[str | None, typer.Option(help="One that the bundle carries.  [default: its own]")] = None,
+    architecture: Annotated[str | None, typer.Option(help="Of a federation with models of several sizes.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a model of your own of a bundle, from your images, without labels. Nothing leaves this machine.
@@ -85,7 +86,7 @@ def personalize(
     bundle.require_new(out)
     federation = bundle.Bundle.load(path)
     samples = _read(data, federation.manifest.task)
-    mine = federation.personalize(samples, personalizer)
+    mine = federation.personalize(samples, personalizer, architecture=architecture)
     mine.save(out)
     probabilities = mine.label_distributions_
     _write(out / "predictions.csv", _csv(samples, mine.classes_, probabilities))

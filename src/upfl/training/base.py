@@ -241,6 +241,11 @@ class Training(Stage[H]):
         Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
 
+    @property
+    def client_models(self) -> Mapping[str, Model]:
+        """The prediction models that clients may have, by the name of their architecture."""
+        return {"": self.model}
+
     def logits(self, params: State, x: Tensor) -> Tensor:
         """What a client's model says about x, as a differentiable function of its parameters.
 
