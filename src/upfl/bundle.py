@@ -25,7 +25,6 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +40,10 @@ from torch import Tensor
 
 from upfl import models
 from upfl.data.files import Samples, from_array
-from upfl.data.inputs import InputFormat
+from upfl.data.inputs import InputFormat, Inputs
+from upfl.engine.fitting import fit_needs
+from upfl.engine.group import Group
+from upfl.engine.rounds import one_thread
 from upfl.errors import BundleError, UpflError
 from upfl.manifest import (
     CARD,
@@ -67,8 +69,6 @@ from upfl.suggest import unknown
 from upfl.training.base import Published, Task, Training
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from upfl.api import Run
 
 TEXT_LIMIT = 2**24  # bytes of a file that is read as text
@@ -110,7 +110,7 @@ class Bundle:
         if name not in self.personalizers:
             raise unknown("personalizer", name, self.personalizers)
         task = self.manifest.task
-        with _one_thread():
+        with one_thread():
             normalized = task.input.normalized(_samples(x, task))
             personalized = self.personalizers[name].personalize(self.published, Unlabelled(0, normalized, seed))
         predictor = personalized.predictor
@@ -152,7 +152,7 @@ class PersonalModel:
     def predict_logits(self, x: ArrayLike | Samples) -> Tensor:
         task = self.manifest.task
         samples = _samples(x, task)
-        with _one_thread():
+        with one_thread():
             return torch.cat(
                 [
                     self.predictor.logits(task.input.normalized(replace(samples, images=samples.images[i : i + CHUNK])))
@@ -209,12 +209,23 @@ def class_mix(mine: PersonalModel) -> ClassMix:
     return ClassMix(before, mine.diary.mix or mine.label_distributions_.mean(0).tolist())
 
 
-def export(run: Run, out: str | Path) -> Bundle:
-    """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers."""
+def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
+    """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers.
+
+    `add` names personalizers that the run was not scored under; what they need is fitted here, over the run's clients.
+    """
+    require_new(out)
     rows = {row["row"]: row for row in run.result["rows"]}
     scored = {name: rows[row_name(run.training.name, name)] for name in run.config.personalize}
     default = max(scored, key=lambda name: float(scored[name]["validation"]))
-    config, source = run.config, run.federation.source
+    config, source, published = run.config, run.federation.source, run.published(default)
+    personalizers = {name: config.personalizer_hyper(name) for name in dict.fromkeys([*config.personalize, *add])}
+    if add:
+        made = [make_personalizer(name, run.training, hyper) for name, hyper in personalizers.items()]
+        with one_thread(), torch.no_grad():
+            bare = replace(published, fitted={})
+            given, _ = fit_needs(made, bare, run.federation, Inputs(source), config.seed, Group())
+        published = given.published
     summary = {
         "method": config.method,
         "dataset": config.dataset,
@@ -240,8 +251,8 @@ def export(run: Run, out: str | Path) -> Bundle:
         classes=source.class_names,
         input=InputFormat.of(source),
         training=run.training,
-        published=run.published(default),
-        personalizers=config.personalize,
+        published=published,
+        personalizers={name: hyper.model_dump(exclude_none=True) for name, hyper in personalizers.items()},
         default=default,
         summary=summary,
     )
@@ -395,9 +406,7 @@ def _check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
     if sums.get(name) != digest:
-        raise BundleError(
-            f"{path}: is not the file that {SUMS} was written for: damaged or changed; get the bundle anew"
-        )
+        raise BundleError(f"{path}: does not have its checksum in {SUMS}: damaged or changed; get the bundle anew")
 
 
 def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
@@ -417,25 +426,31 @@ def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
     try:
         return kinds[kind].model_validate_json(_read_text(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "(whole)"
-        raise BundleError(f"{path}: {where}: {first['msg']} ({error.error_count()} value(s) do not fit)") from None
+        raise BundleError(f"{path}: {_explained(error)}") from None
+
+
+def _explained(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or '(whole)'}: {first['msg']}"
 
 
 def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
     path, section = folder / MANIFEST, manifest.training
     model = models.described(layer.model_dump(exclude_none=True) for layer in manifest.model)
-    # A training may make tensors of the model's sizes: they must not be larger than what the bundle brings.
+    # What follows makes tensors of the model's sizes: they must not be larger than what the bundle brings.
     bytes_there = sum((folder / name).stat().st_size for name in manifest.files())
-    if 4 * model.size > bytes_there:
-        raise BundleError(f"{path}: model: has {model.size} parameters, more than the bundle's files can hold")
+    sets = manifest.models if isinstance(manifest, PersonalManifest) else 1
+    if 4 * model.size * sets > bytes_there:
+        raise BundleError(f"{path}: model: has {sets * model.size} parameters, more than the bundle's files can hold")
     try:
         kind = training_class(section.name)
         hyper = kind.Hyper(**section.hyper)
         training: Training[Any] = kind(Task(model, len(manifest.task.classes), section.clients), hyper)
     except (UpflError, ValidationError, AssertionError) as error:
         hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, UpflError) else ""
-        raise BundleError(f"{path}: training: {error}{hint}") from error
+        raise BundleError(f"{path}: training: {_explained(error)}{hint}") from error
     x = torch.zeros(2, *manifest.task.input.shape)
     try:  # for real: on the meta device this would import a second's worth of torch
         logits = training.logits({name: torch.zeros(shape) for name, shape in training.model.shapes.items()}, x)
@@ -462,7 +477,7 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
         }
         needs = needs_of(list(personalizers.values()))
     except (UpflError, ValidationError) as error:
-        raise BundleError(f"{path}: personalizers: {error}") from error
+        raise BundleError(f"{path}: personalizers: {_explained(error)}") from error
     if manifest.default not in personalizers:
         raise BundleError(f"{path}: default: {unknown('personalizer', manifest.default, personalizers)}")
     if bool(manifest.members) != training.publishes_memory:
@@ -557,14 +572,3 @@ def _samples(x: ArrayLike | Samples, task: TaskSection) -> Samples:
 def _probabilities(logits: Tensor) -> NDArray[np.float64]:
     probabilities: NDArray[np.float64] = logits.double().softmax(1).numpy()
     return probabilities
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The same bits on every machine of a kind, however many cores it has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

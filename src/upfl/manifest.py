@@ -84,13 +84,15 @@ class FederationManifest(Manifest):
 
 
 class PersonalManifest(Manifest):
+    model_config = ConfigDict(allow_inf_nan=True)  # a diary says what it saw
+
     kind: Literal["personal"] = "personal"
     personalizer: str
     hyper: dict[str, Any]
     samples: int = Field(ge=1, description="without labels, that it was personalized on")
     diary: Diary
     models: int = Field(1, ge=1, description="parameter sets; of several, the mean of the logits counts")
-    temperature: float = Field(1.0, gt=0, description="logits are divided by it")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="logits are divided by it")
 
 
 def member_file(client: int) -> str:

@@ -35,15 +35,25 @@ Data = Annotated[
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", metavar="RUN")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle's folder, a new one.")],
+    add: Annotated[
+        str | None, typer.Option(help="Further personalizers, comma-separated; what they need is fitted now.")
+    ] = None,
 ) -> None:
     """Make a bundle of a run: all that a newcomer needs to personalize, and nothing of the training clients' data.
 
     The state is that of the row with the best validation accuracy, whose personalizer becomes the default.
 
-    Example: upfl export runs/digits-fedtta-paper-s0 -o bundle
+    Examples:
+
+        upfl export runs/digits-fedtta-paper-s0 -o bundle
+
+        upfl export runs/digits-fedavg-paper-s0 -o bundle --add label-shift,auto
     """
-    written = bundle.export(api.Run(run), out)
-    manifest, console = written.manifest, Console(soft_wrap=True)
+    console = Console(soft_wrap=True)
+    names = [name.strip() for name in add.split(",") if name.strip()] if add else []
+    with console.status("fitting what personalizers need" if names else "writing"):
+        written = bundle.export(api.Run(run), out, names)
+    manifest = written.manifest
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     console.print(
         f"[bold]{escape(str(out))}[/bold]: {escape(written.training.title)} on {escape(manifest.task.name)}, "

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 from torch import Tensor
 
 from upfl.engine.clients import newcomer, validation_client
@@ -174,4 +173,6 @@ def harm(score: Score, reference: Score) -> list[dict[str, float]]:
 
 def mcnemar(lost: int, won: int) -> float:
     """The two-sided exact p of McNemar's test: a fair coin's for so uneven a split."""
+    from scipy.stats import binomtest  # here, because it takes most of a second to import
+
     return float(binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0
