@@ -93,7 +93,7 @@ def setting_table(setting: Setting, name: str, reference: str) -> Table:
         row.append(Cell(len(line.runs), digits=0))
         rows.append(row)
     _mark(rows, [1, 3])
-    notes = [f"{setting.title}: {setting.description}. Percent; new clients' accuracy is *Test*."]
+    notes = [f"{setting.title}: {setting.description}. Percent; test is the accuracy on new clients."]
     if compare and not setting.is_the_papers:
         notes.append("The scale is not the paper's, so its figures are for orientation only.")
     elif compare:
