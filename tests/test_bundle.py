@@ -487,6 +487,12 @@ def test_weights_that_are_not_finite_do_not_go_out(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_personalizers_need_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"fitted\.calibration\.none\.scale is missing"):
+        small_convnet(tmp_path, personalizers={"label-shift": {}}, default="label-shift")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_are_not_listed_do_not_count(fedavg: Path) -> None:
     (fedavg / "weights2.safetensors").write_bytes(b"harmful")
     (fedavg / "sitecustomize.py").write_text("raise SystemExit")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -312,7 +313,11 @@ def write(
     )
     state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
     _write(out, manifest, state, published.members, federation_card(manifest))
-    return Bundle.load(out)
+    try:
+        return Bundle.load(out)
+    except BundleError:  # what nobody could load is not handed out
+        shutil.rmtree(Path(out).expanduser())
+        raise
 
 
 def _layers(model: models.Model) -> tuple[LayerSection, ...]:
