@@ -559,6 +559,17 @@ def test_an_unfinished_run_has_no_bundle(run_of: Callable[[str], api.Run], tmp_p
     assert not (tmp_path / "bundle").exists()
 
 
+def test_a_run_without_the_rows_of_its_configuration_has_no_bundle(
+    run_of: Callable[[str], api.Run], tmp_path: Path
+) -> None:
+    shutil.copytree(run_of("fedprox").path, tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result["rows"][0]["row"] = "another"
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result))
+    with pytest.raises(BundleError, match="no row 'fedprox' was scored in this run; it has another"):
+        export(api.Run(tmp_path / "run"), tmp_path / "bundle")
+
+
 # As a classifier of scikit-learn's kind
 
 
