@@ -227,7 +227,7 @@ def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> di
         personalizer_class(name)
     return {
         "rounds": paper()["rounds"][dataset],
-        "model": paper_model(dataset).model_dump(),
+        "model": paper_model(dataset).model_dump(exclude_defaults=True),
         "partition": {"public": 0.1} if training_class(training).heterogeneous else {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
