@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.browser import CHROMIUM, MISSING, check, opened
 from tests.plugin_methods import result, small, upfl
 from upfl import api
 from upfl.data.partition import default_partition
@@ -381,40 +381,21 @@ def test_runs_of_an_older_version_without_work_and_commit_can_be_shown(runs: Pat
 
 # In a browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
-
-def opened(file: Path, profile: Path) -> tuple[str, list[str]]:
-    """A page as Chromium has it after its scripts ran, and what it said on its console."""
-    assert CHROMIUM is not None
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run(
-        [CHROMIUM, *arguments, f"--user-data-dir={profile}", file.as_uri()], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page is not tried in a browser")
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_the_page_opens_in_a_browser_without_a_console_error(page: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.html"
     broken.write_text("<!doctype html><script>throw new Error('seen')</script>")
-    assert any("seen" in line for line in opened(broken, tmp_path / "profile")[1]), "this test would see no error"
-    dom, console = opened(page / "index.html", tmp_path / "profile")
-    assert console == []
-    for table in ("digits", "digits-clients", "costs"):
-        assert f'<table id="{table}">' in dom
-    for figure in ("digits-curves", "digits-changes", "digits-differences"):
-        assert re.search(rf'<figure id="{figure}-figure"><svg[^>]*role="img"', dom)
-    assert dom.count('tabindex="0"') == dom.count('scope="col"') > 0, "the script that sorts tables did not run"
+    assert any("seen" in line for line in opened(broken)[1]), "this test would see no error"
+    assert check(page / "index.html") == "3 tables, 3 figures, no console error"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page is not tried in a browser")
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_a_click_on_a_title_sorts_the_table(page: Path, tmp_path: Path) -> None:
     click = "<script>document.querySelectorAll('#digits tr.h th')[3].click()</script></body>"
     clicked = tmp_path / "clicked.html"
     clicked.write_text((page / "index.html").read_text().replace("</body>", click))
-    dom, console = opened(clicked, tmp_path / "profile")
+    dom, console = opened(clicked)
     assert console == []
     table = dom[dom.index('<table id="digits">') : dom.index("</table>")]
     order = re.findall(r'<tr><td class="" data-value="([^"]+)"', table)
