@@ -149,6 +149,8 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
 }
 
+PUBLIC = {"paper": 0.1, "lite": 0.1, "smoke": 0.01}  # the public set that clients with different models share
+
 
 def configure(
     method: str,
@@ -173,7 +175,7 @@ def configure(
     training, personalizers = resolve(method)
     _check_tables(from_file, str(file))
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
-    values = _defaults(dataset, training, tuple(scored))
+    values = _defaults(dataset, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
     for layer, where in ((PROFILES[profile], "profile"), (from_file, str(file)), (given, "options")):
         _check_tables(layer, where)
@@ -207,8 +209,8 @@ def paper() -> dict[str, Any]:
     return tomllib.loads(resources.files("upfl").joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
-def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
-    searched = paper()["mnist" if dataset == "digits" else dataset]
+def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
+    searched = paper()["mnist"] | paper()["digits"] if dataset == "digits" else paper()[dataset]
     model = {
         "digits": {"name": "mlp", "hidden": 200},
         "mnist": {"name": "mlp", "hidden": 200},
@@ -219,7 +221,7 @@ def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> di
     return {
         "rounds": paper()["rounds"][dataset],
         "model": model,
-        "partition": {"public": 0.1} if training_class(training).heterogeneous else {},
+        "partition": {"public": PUBLIC[profile]} if training_class(training).heterogeneous else {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: dict(searched.get(name, {})) for name in personalizers},
     }
