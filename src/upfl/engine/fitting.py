@@ -55,7 +55,7 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
     memory = memories.get(example.id) or fit.memory(example)
     like, _ = fit.finish(server, fit.begin(server, memory, example), example)
     total = FixedPointSum(like, len(clients), fit.scales)
-    left_out = torch.zeros(1, dtype=torch.int64)
+    refused: set[int] = set()
     for round in range(fit.rounds):
         total.reset(len(clients))
         for client in ours:
@@ -69,7 +69,7 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
             try:
                 total.add(up)
             except BadClientError:
-                left_out += 1
+                refused.add(client.id)
         group.sum_(total.buffer)
         total.merged()
         if not total.count:
@@ -77,5 +77,6 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
         server = fit.aggregate(server, total, round)
         if fit.done(server):
             break
+    left_out = torch.tensor([len(refused)])
     group.sum_(left_out)
     return server, int(left_out)
