@@ -47,6 +47,7 @@ def score(
         raise ConfigError("--score: name at least one personalizer, such as none,label-shift")
     if out and out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; give the name of a file")
+    asked_sizes, asked_classes = _numbers(sizes, "--sizes"), _numbers(classes, "--classes")
     console = Console(stderr=True)
     with console.status("reading the run") as status:
 
@@ -56,8 +57,8 @@ def score(
         scorer = Scorer(RunFolder.open(run), wanted, oracles, tell)
         scores = scorer.score(inductive, tell)
         curves = []
-        for count in _numbers(classes, "--classes") or ([2] if sizes else []):
-            for size in _numbers(sizes, "--sizes") or [600]:
+        for count in asked_classes or ([2] if sizes else []):
+            for size in asked_sizes or [600]:
                 tell(f"newcomers with {count} classes and {size} samples")
                 drawn = scorer.score_newcomers(Newcomers(count, size, draws))
                 held = float(np.mean([len(right) for right in drawn[0].right]))  # fewer, where there are no more
