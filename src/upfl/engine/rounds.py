@@ -19,7 +19,7 @@ from upfl.data.federation import ROLES, Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, by_architecture, evaluate
-from upfl.engine.fitting import fit_needs
+from upfl.engine.fitting import fit_needs, plan
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
@@ -323,7 +323,7 @@ class _Members(Sequence[State]):
 def assemble(
     config: Config, device: torch.device, source: data.Source | None = None
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-    """What a configuration describes, as objects."""
+    """What a configuration describes, as objects; refuses what could not be scored after the training."""
     source = source or data.load(config.dataset)
     federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
     inputs = Inputs(source, device)
@@ -341,6 +341,7 @@ def assemble(
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()
     }
+    plan(list(personalizers.values()), federation, config.evaluate_clients)
     return federation, inputs, training, personalizers
 
 

@@ -95,7 +95,8 @@ class LabelShift(Correction[LabelShiftHyper]):
     def _explained(self, menu: int, weights: Tensor) -> str:
         unadapted = float(weights[-1])
         if menu == -1:
-            return "the calibrated model, because training clients justify no adaptation of the class mix"
+            why = "training clients justify" if self.hyper.gate is None else "the configured gate allows"
+            return f"the calibrated model, because {why} no adaptation of the class mix"
         allowed = "a mixture of class families" if menu < -len(MENUS) else f"prior strengths from {MENUS[menu]:g} on"
         why = "justified by training clients" if self.hyper.gate is None else "as configured"
         grid = weights[-len(MENUS) : -1]
