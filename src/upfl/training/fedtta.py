@@ -70,9 +70,9 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         s = g.output if batch.mask is None else g.output * batch.mask.unsqueeze(1)
         l_per = (s.square().sum() + 1e-12).sqrt()
         direction = s / l_per
-        psi_tilde = base.backward(g.backward_to_input(direction), plus=(psi, shrink), factor=-inner_lr)
+        inner = base.backward(g.backward_to_input(direction))
 
-        personalized = self.model.trace(psi_tilde, batch.x)
+        personalized = base.moved(inner, -inner_lr, shrink)  # at psi~
         loss, dz = cross_entropy(personalized.output, batch)
         v = personalized.backward(dz)
 
@@ -86,7 +86,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         elif dz_penalty is not None:
             grad_psi = base.backward(dz_penalty, plus=(v, shrink))
         else:
-            grad_psi = {name: value * shrink for name, value in v.items()}
+            grad_psi = v.times(shrink)
 
         sgd_(psi, grad_psi, hyper.rate(hyper.outer_lr, round), hyper.weight_decay, hyper.clip)
         self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from upfl.models import Direction, Gradient
 from upfl.state import State, norm
 from upfl.training.base import Batch
 
@@ -27,12 +28,17 @@ def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, S
     return value, gradient
 
 
-def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip: float) -> None:
+def sgd_(params: State, gradients: Direction, rate: float, weight_decay: float, clip: float) -> None:
     """params <- params - rate * (clip(gradients) + weight_decay * params), in place."""
-    values = list(params.values())
+    outer = gradients.outer if isinstance(gradients, Gradient) else {}
+    dense = gradients.dense if isinstance(gradients, Gradient) else gradients
+    values = [params[name] for name in dense]
     # The fused kernel walks through memory: a gradient must lie there as its parameter does.
-    steps = [_laid_out_like(value, gradients[name]) for name, value in params.items()]
-    divisor = ((norm(steps) + 1e-6) / clip).clamp(min=1.0)
+    steps = [_laid_out_like(value, dense[name]) for name, value in zip(dense, values, strict=True)]
+    total = norm(steps)
+    if outer:
+        total = torch.stack([total.square(), *(one.square() for one in outer.values())]).sum().clamp(min=0).sqrt()
+    divisor = ((total + 1e-6) / clip).clamp(min=1.0)
     torch._fused_sgd_(
         values,
         steps,
@@ -46,6 +52,8 @@ def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip
         is_first_step=False,
         grad_scale=divisor.to(torch.float32),
     )
+    for layer, one in outer.items():
+        one.add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate / divisor, 1 - rate * weight_decay)
 
 
 def clip_(gradients: list[Tensor], largest: float) -> None:
