@@ -33,11 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.state import State
+from upfl.state import State, is_vectorized
 
 Shapes = dict[str, tuple[int, ...]]
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
+_threshold_backward = torch.ops.aten.threshold_backward
 _pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.default
 
 
@@ -205,7 +206,8 @@ class Outer:
     def add_to_(self, weight: Tensor, bias: Tensor, factor: Tensor, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
         a = self.a * factor
-        weight.addmm_(a.t(), self.b, beta=shrink)
+        for rows, part in zip(weight.split(128), a.t().split(128), strict=True):  # which stay in the cache
+            rows.addmm_(part, self.b, beta=shrink)
         bias.mul_(shrink).add_(a.sum(0))
 
 
@@ -422,10 +424,7 @@ class _ThinlyMovedPass:
 
 @dataclass(frozen=True)
 class Conv:
-    """A 5x5 convolution, padded so that the size stays, the maximum of each 2x2 square, and a bias.
-
-    The bias comes last: the maximum of shifted values is the shifted maximum, and there are a quarter as many.
-    """
+    """A 5x5 convolution, padded so that the size stays, and the maximum of each 2x2 square."""
 
     name: str
     inputs: int
@@ -442,16 +441,15 @@ class _ConvPass:
     def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
         self.weight_name, self.bias_name = f"{layer}.weight", f"{layer}.bias"
         self.layer, self.w, self.bias, self.x = layer, w, bias, x
-        self.z = F.conv2d(x, w, padding=2)
-        pooled, self.winners = F.max_pool2d(self.z, 2, return_indices=True)
-        self.y = pooled.add_(bias.view(-1, 1, 1))
+        self.z = F.conv2d(x, w, bias, padding=2)
+        self.y, self.winners = F.max_pool2d(self.z, 2, return_indices=True)
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         self.gz = self._unpooled(gy)
         gx, weight = _conv_gradients(self.gz, self.x, self.w, inputs, to is not None)
         if to is not None:
             to.value(self.weight_name, weight)
-            to.value(self.bias_name, gy.sum((0, 2, 3)))
+            to.value(self.bias_name, _rows(gy).sum((0, 1)))  # pooling keeps sums: a quarter of the values
         return gx
 
     def moved(self, x: Tensor, v: Gradient, scale: float, shrink: float) -> Half:
@@ -464,9 +462,8 @@ class _ConvPass:
         if v is None or self.dv is None:
             assert dz is not None
             return self._pooled(dz)
-        along = F.conv2d(self.x, self.dv, padding=2)
-        dz = along if dz is None else along.add_(dz)
-        return self._pooled(dz).add_(v[self.bias_name].view(-1, 1, 1), alpha=scale)
+        along = F.conv2d(self.x, self.dv, v[self.bias_name] * scale, padding=2)
+        return self._pooled(along if dz is None else along.add_(dz))
 
     def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         dgz = self._unpooled(dgy)
@@ -475,16 +472,16 @@ class _ConvPass:
             if self.dx is not None:
                 weight.add_(_conv_gradients(self.gz, self.dx, self.w, False, True)[1])
             to.value(self.weight_name, weight)
-            to.value(self.bias_name, dgy.sum((0, 2, 3)))
+            to.value(self.bias_name, _rows(dgy).sum((0, 1)))
         if inputs and self.dv is not None:
             dgx.add_(_conv_gradients(self.gz, self.x, self.dv, True, False)[0])
         return dgx
 
     def _pooled(self, dz: Tensor) -> Tensor:
         """The winners' change, with channels last."""
+        samples, channels, height, width = self.winners.shape
         chosen = _rows(dz).gather(1, _rows(self.winners))
-        height, width = self.y.shape[2:]
-        return chosen.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+        return chosen.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
     def _unpooled(self, gy: Tensor) -> Tensor:
         return _pool_backward(gy, self.z, [2, 2], [2, 2], [0, 0], [1, 1], False, self.winners)  # type: ignore[no-any-return]
@@ -542,13 +539,12 @@ class Relu:
 
 class _ReluPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
-        self.y = x.relu()
-        self._open: Tensor | None = None
+        self.y = x.relu_() if x.dim() == 4 else x.relu()  # nobody needs an image's values before
 
     def pull(self, gy: Tensor) -> Tensor:
-        if self._open is None:
-            self._open = self.y.sign()  # 1 where the rectifier is open, 0 where it is shut
-        return gy.mul_(self._open)
+        if is_vectorized(gy):
+            return _threshold_backward.default(gy, self.y, 0)  # type: ignore[no-any-return]
+        return _threshold_backward.grad_input(gy, self.y, 0, grad_input=gy)  # type: ignore[no-any-return]
 
     def push(self, dx: Tensor) -> Tensor:
         return self.pull(dx)

@@ -26,6 +26,11 @@ def to_device(state: State, device: torch.device) -> State:
     return {name: value.to(device) for name, value in state.items()}
 
 
+def is_vectorized(value: Tensor) -> bool:
+    """Whether a tensor stands for many under torch.func.vmap, for which `out=` and fused kernels are not made."""
+    return bool(torch._C._functorch.is_batchedtensor(value))
+
+
 def norm(values: Iterable[Tensor]) -> Tensor:
     """The l2 norm of all values together."""
     norms: tuple[Tensor, ...] = torch._foreach_norm(tuple(values))
