@@ -27,18 +27,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.state import State, is_vectorized
+from upfl.state import State, combined, is_vectorized
 
 Shapes = dict[str, tuple[int, ...]]
 
+LARGE = 2**18  # entries of a matrix: 1 MB
+
 _convolution_backward = torch.ops.aten.convolution_backward.default
-_threshold_backward = torch.ops.aten.threshold_backward
+_threshold_backward = torch.ops.aten.threshold_backward.grad_input
 _pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.default
 
 
@@ -122,7 +124,7 @@ class Trace:
     """A forward pass and its derivative products; call `backward`, `tangent`, `backward_tangent` in this order."""
 
     def __init__(self, model: Model, params: State, x: Tensor) -> None:
-        self.input, self.passes = x, list[Pass]()
+        self.params, self.input, self.passes = params, x, list[Pass]()
         for layer in model.layers:
             self.passes.append(layer.forward(params, x))
             x = self.passes[-1].y
@@ -144,7 +146,8 @@ class Trace:
 
     def moved(self, v: Gradient, scale: float, shrink: float = 1.0) -> Moved:
         """The forward pass on the same input at shrink * params + scale * v."""
-        return Moved(self, v, scale, shrink)
+        params = combined([self.params[name] for name in v.dense], shrink, list(v.dense.values()), scale)
+        return Moved(self, dict(zip(v.dense, params, strict=True)), v.outer, scale, shrink)
 
     def tangent(self, v: Direction | None, dx: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """The output's change along scale * v (the parameters' tangent) and dx (the input's); None stands still."""
@@ -170,13 +173,15 @@ class Trace:
 
 
 class Moved:
-    """A forward pass at parameters that were moved along a gradient."""
+    """A forward pass at parameters that were moved along a gradient: new tensors, and factors that were not multiplied."""
 
-    def __init__(self, origin: Trace, v: Gradient, scale: float, shrink: float) -> None:
+    def __init__(
+        self, origin: Trace, params: State, outer: Mapping[str, Outer], scale: float, shrink: float
+    ) -> None:
         self.passes: list[Half] = []
         x = origin.input
         for layer in origin.passes:
-            self.passes.append(layer.moved(x, v, scale, shrink))
+            self.passes.append(layer.moved(x, params, outer, scale, shrink))
             x = self.passes[-1].y
         self.output, self._first = x, origin.first
 
@@ -190,8 +195,7 @@ class Moved:
         return gradient
 
 
-@dataclass(frozen=True)
-class Outer:
+class Outer(NamedTuple):
     """A linear layer's gradient as factors: a^T b for the weight, the sum of a for the bias."""
 
     a: Tensor
@@ -272,6 +276,20 @@ class Gradient(Mapping[str, Tensor]):
 Direction = State | Gradient
 
 
+def split(direction: Direction) -> tuple[State, dict[str, Outer]]:
+    """What an update takes as tensors, and what as factors: those that save a pass over a matrix too large for a cache,
+    or whose norm costs next to nothing."""
+    if not isinstance(direction, Gradient):
+        return direction, {}
+    dense, outer = direction.dense.copy(), dict[str, Outer]()
+    for layer, one in direction.outer.items():
+        if one.near is not None or one.a.shape[1] * one.b.shape[1] >= LARGE:
+            outer[layer] = one
+        else:
+            dense |= {name: direction[name] for name in (f"{layer}.weight", f"{layer}.bias")}
+    return dense, outer
+
+
 def factors(direction: Direction, layer: str) -> Outer | None:
     return direction.outer.get(layer) if isinstance(direction, Gradient) else None
 
@@ -316,8 +334,8 @@ class Half(Protocol):
 class Pass(Half, Protocol):
     """A layer's forward pass with all derivative products of what it did."""
 
-    def moved(self, x: Tensor, v: Gradient, scale: float, shrink: float) -> Half:
-        """The layer's forward pass on x with the parameters at shrink * params + scale * v."""
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        """The layer's forward pass on x at other parameters: given, or at shrink * its own + scale * the factors."""
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
         """The output's change along scale * v and dx, where None stands still."""
@@ -341,10 +359,10 @@ class Linear:
 
 class _LinearPass:
     def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
-        self.layer, self.w, self.wt, self.bias, self.x = layer, w, w.t(), bias, x
-        self.y = torch.addmm(bias, x, self.wt)
+        self.layer, self.w, self.bias, self.x = layer, w, bias, x
+        self.y = F.linear(x, w, bias)
         samples, (outputs, inputs) = x.shape[0], w.shape
-        self.thin = samples * (outputs + inputs) < outputs * inputs  # factors are smaller than the matrix
+        self.thin = 2 * samples * (outputs + inputs) < outputs * inputs  # where factors pay, by measurement
         self._near: tuple[Tensor, Tensor] | None = None
         self._aligned: tuple[Tensor, Tensor] | None = None
 
@@ -354,29 +372,24 @@ class _LinearPass:
             to.product(self.layer, self.thin, Outer(gy, self.x))
         return torch.mm(gy, self.w) if inputs else None
 
-    def moved(self, x: Tensor, v: Gradient, scale: float, shrink: float) -> Half:
-        outer = factors(v, self.layer)
-        if outer is not None:
-            return _ThinlyMovedPass(self, x, outer, scale, shrink)
-        w = torch.mul(self.w, shrink).add_(v[f"{self.layer}.weight"], alpha=scale)
-        return _LinearPass(self.layer, w, torch.mul(self.bias, shrink).add_(v[f"{self.layer}.bias"], alpha=scale), x)
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        if self.layer in outer:
+            return _ThinlyMovedPass(self, x, outer[self.layer], scale, shrink)
+        return _LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
         self.v, self.scale, self.dx = v, scale, dx
-        dy = None if dx is None else torch.mm(dx, self.wt)
         if v is None:
-            assert dy is not None
-            return dy
+            assert dx is not None
+            return F.linear(dx, self.w)
         if (outer := factors(v, self.layer)) is not None:
             near = self.near(outer.b)
-            return (
-                torch.addmm(self.y, near, outer.a, beta=0, alpha=scale)
-                if dy is None
-                else dy.addmm_(near, outer.a, alpha=scale)
-            )
+            if dx is None:
+                return torch.addmm(self.y, near, outer.a, beta=0, alpha=scale)
+            return F.linear(dx, self.w).addmm_(near, outer.a, alpha=scale)
         weight, bias = v[f"{self.layer}.weight"], v[f"{self.layer}.bias"]
         along = torch.addmm(bias, self.x, weight.t(), beta=scale, alpha=scale)
-        return along if dy is None else along.add_(dy)
+        return along if dx is None else along.addmm_(dx, self.w.t())
 
     def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         if to is not None:
@@ -410,7 +423,7 @@ class _ThinlyMovedPass:
 
     def __init__(self, origin: _LinearPass, x: Tensor, by: Outer, scale: float, shrink: float) -> None:
         self.origin, self.x, self.by, self.scale, self.shrink = origin, x, by, scale, shrink
-        before = origin.y if x is origin.x else torch.addmm(origin.bias, x, origin.wt)
+        before = origin.y if x is origin.x else F.linear(x, origin.w, origin.bias)
         self.y = torch.addmm(before, origin.near(x).t(), by.a, beta=shrink, alpha=scale)
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
@@ -440,7 +453,7 @@ class Conv:
 class _ConvPass:
     def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
         self.weight_name, self.bias_name = f"{layer}.weight", f"{layer}.bias"
-        self.layer, self.w, self.bias, self.x = layer, w, bias, x
+        self.layer, self.w, self.x = layer, w, x
         self.z = F.conv2d(x, w, bias, padding=2)
         self.y, self.winners = F.max_pool2d(self.z, 2, return_indices=True)
 
@@ -452,9 +465,8 @@ class _ConvPass:
             to.value(self.bias_name, _rows(gy).sum((0, 1)))  # pooling keeps sums: a quarter of the values
         return gx
 
-    def moved(self, x: Tensor, v: Gradient, scale: float, shrink: float) -> Half:
-        w = torch.mul(self.w, shrink).add_(v[self.weight_name], alpha=scale)
-        return _ConvPass(self.layer, w, torch.mul(self.bias, shrink).add_(v[self.bias_name], alpha=scale), x)
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        return _ConvPass(self.layer, params[self.weight_name], params[self.bias_name], x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
         self.dx, self.dv = dx, None if v is None else v[self.weight_name] * scale  # small beside the activations
@@ -518,7 +530,7 @@ class _PiecewiseLinear(ABC):
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         return self.pull(gy) if inputs else None
 
-    def moved(self, x: Tensor, v: Gradient, scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
         return type(self)(x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
@@ -541,10 +553,14 @@ class _ReluPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
         self.y = x.relu_() if x.dim() == 4 else x.relu()  # nobody needs an image's values before
 
+        self._open: Tensor | None = None
+
     def pull(self, gy: Tensor) -> Tensor:
-        if is_vectorized(gy):
-            return _threshold_backward.default(gy, self.y, 0)  # type: ignore[no-any-return]
-        return _threshold_backward.grad_input(gy, self.y, 0, grad_input=gy)  # type: ignore[no-any-return]
+        if gy.dim() == 4 and not is_vectorized(gy):  # in one pass over an image's memory
+            return _threshold_backward(gy, self.y, 0, grad_input=gy)  # type: ignore[no-any-return]
+        if self._open is None:
+            self._open = self.y.sign()  # 1 where the rectifier is open, 0 where it is shut
+        return gy.mul_(self._open)
 
     def push(self, dx: Tensor) -> Tensor:
         return self.pull(dx)
@@ -562,7 +578,7 @@ class _FlattenPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
         self.x, self.y = x, x.flatten(1)
 
-    def moved(self, x: Tensor, v: Gradient, scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
         return self if x is self.x else _FlattenPass(x)  # the same tensor, so that the next layer knows it again
 
     def pull(self, gy: Tensor) -> Tensor:

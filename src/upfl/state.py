@@ -10,8 +10,9 @@ State = dict[str, Tensor]
 
 def select(state: State, prefix: str) -> State:
     """The entries below a prefix, without it: select(state, "psi") has `fc1.weight` for `psi.fc1.weight`."""
-    start = len(prefix) + 1
-    return {name[start:]: value for name, value in state.items() if name.startswith(f"{prefix}.")}
+    prefix = f"{prefix}."
+    start = len(prefix)
+    return {name[start:]: value for name, value in state.items() if name.startswith(prefix)}
 
 
 def prefixed(prefix: str, state: State) -> State:
@@ -29,6 +30,15 @@ def to_device(state: State, device: torch.device) -> State:
 def is_vectorized(value: Tensor) -> bool:
     """Whether a tensor stands for many under torch.func.vmap, for which `out=` and fused kernels are not made."""
     return bool(torch._C._functorch.is_batchedtensor(value))
+
+
+def combined(first: list[Tensor], a: float, second: list[Tensor], b: float) -> list[Tensor]:
+    """a * first + b * second, tensor by tensor."""
+    if not first or is_vectorized(first[0]):
+        return [torch.mul(one, a).add_(other, alpha=b) for one, other in zip(first, second, strict=True)]
+    result = list(torch._foreach_mul(first, a))
+    torch._foreach_add_(result, second, alpha=b)
+    return result
 
 
 def norm(values: Iterable[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from upfl.models import adaptation_model
 from upfl.state import State, prefixed, select
 from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Task
-from upfl.training.local import clip_, cross_entropy, sgd_
+from upfl.training.local import cross_entropy, sgd_
 
 
 class FedTTAHyper(LocalHyper):
@@ -89,20 +89,13 @@ class FedTTA(LocalTraining[FedTTAHyper]):
             grad_psi = v.times(shrink)
 
         sgd_(psi, grad_psi, hyper.rate(hyper.outer_lr, round), hyper.weight_decay, hyper.clip)
-        self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))
+        adapt_lr = hyper.rate(hyper.adapt_lr, round)
+        sgd_(phi, grad_phi, adapt_lr, hyper.weight_decay, hyper.clip, (hyper.momentum, momentum))
         return carry, loss + penalty
 
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
         """A term on the base model's logits that is added to the loss, and its gradient there."""
         return 0.0, None
-
-    def _step_phi(self, phi: State, momentum: State, gradients: State, rate: float) -> None:
-        steps, buffers = [gradients[name] for name in phi], list(momentum.values())
-        clip_(steps, self.hyper.clip)
-        torch._foreach_add_(steps, list(phi.values()), alpha=self.hyper.weight_decay)
-        torch._foreach_mul_(buffers, self.hyper.momentum)
-        torch._foreach_add_(buffers, steps)
-        torch._foreach_add_(list(phi.values()), buffers, alpha=-rate)
 
     def local_rate(self, round: int) -> float:
         return self.hyper.rate(self.hyper.outer_lr, round)

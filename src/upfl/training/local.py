@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.models import Direction, Gradient
+from upfl.models import Direction, split
 from upfl.state import State, norm
 from upfl.training.base import Batch
 
@@ -13,11 +14,10 @@ from upfl.training.base import Batch
 def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The mean cross-entropy over a batch's samples, and its gradient with respect to the logits."""
     log_p = logits.log_softmax(1)
-    y = batch.y.unsqueeze(1)
     if batch.mask is None:
-        loss = -log_p.gather(1, y).mean()
-        return loss, log_p.exp_().scatter_add_(1, y, _minus_one(y, log_p)).mul_(1 / len(y))
-    weight = batch.weight().unsqueeze(1)
+        loss, share = F.nll_loss(log_p, batch.y), 1 / len(batch.y)
+        return loss, log_p.exp_().mul_(share).scatter_(1, batch.y.unsqueeze(1), -share, reduce="add")
+    y, weight = batch.y.unsqueeze(1), batch.weight().unsqueeze(1)
     loss = -(log_p.gather(1, y) * weight).sum()
     return loss, log_p.exp().scatter_add(1, y, _minus_one(y, log_p)) * weight
 
@@ -28,23 +28,34 @@ def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, S
     return value, gradient
 
 
-def sgd_(params: State, gradients: Direction, rate: float, weight_decay: float, clip: float) -> None:
-    """params <- params - rate * (clip(gradients) + weight_decay * params), in place."""
-    outer = gradients.outer if isinstance(gradients, Gradient) else {}
-    dense = gradients.dense if isinstance(gradients, Gradient) else gradients
+def sgd_(
+    params: State,
+    gradients: Direction,
+    rate: float,
+    weight_decay: float,
+    clip: float,
+    momentum: tuple[float, State] | None = None,
+) -> None:
+    """params <- params - rate * step, in place, with step = clip(gradients) + weight_decay * params.
+
+    With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
+    """
+    dense, outer = split(gradients) if momentum is None else (dict(gradients), {})
+    factor, buffers = momentum or (0.0, {})
     values = [params[name] for name in dense]
     # The fused kernel walks through memory: a gradient must lie there as its parameter does.
     steps = [_laid_out_like(value, dense[name]) for name, value in zip(dense, values, strict=True)]
-    total = norm(steps)
+    length = norm(steps)
     if outer:
-        total = torch.stack([total.square(), *(one.square() for one in outer.values())]).sum().clamp(min=0).sqrt()
-    divisor = ((total + 1e-6) / clip).clamp(min=1.0)
+        squares = torch.stack([length.square(), *(one.square() for one in outer.values())])
+        length = squares.sum().clamp(min=0).sqrt()
+    divisor = ((length + 1e-6) / clip).clamp(min=1.0)
     torch._fused_sgd_(
         values,
         steps,
-        [],
+        [buffers[name] for name in dense] if factor else [],
         weight_decay=weight_decay,
-        momentum=0.0,
+        momentum=factor,
         lr=rate,
         dampening=0.0,
         nesterov=False,
@@ -54,11 +65,6 @@ def sgd_(params: State, gradients: Direction, rate: float, weight_decay: float, 
     )
     for layer, one in outer.items():
         one.add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate / divisor, 1 - rate * weight_decay)
-
-
-def clip_(gradients: list[Tensor], largest: float) -> None:
-    """Scale gradients down to a joint norm of at most `largest`, in place."""
-    torch._foreach_mul_(gradients, (largest / (norm(gradients) + 1e-6)).clamp(max=1.0))
 
 
 def _laid_out_like(value: Tensor, gradient: Tensor) -> Tensor:
