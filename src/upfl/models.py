@@ -12,9 +12,9 @@ keeps what the forward pass computed and offers three products that the methods 
 A FedTTA step needs all of them. Written out for each layer they cost little more than the matrix products; autograd's
 double backward costs 1.4 (ConvNet) to 1.7 (MLP) times that (`results/steps.md`).
 
-A linear layer's gradient over a batch is a^T b: the gradients a of the layer's outputs times its inputs b, a row for each
-sample. Where the batch is small beside the layer it stays in these two factors (`Outer`): to multiply by it, to take its
-norm and to add it to the weights takes fewer operations, and less memory, than the matrix would.
+A linear layer's gradient over a batch is a^T b: the gradients a of the layer's outputs times its inputs b, a row for
+each sample. Where the batch is small beside the layer it stays in these two factors (`Outer`): to multiply by it, to
+take its norm and to add it to the weights takes fewer operations, and less memory, than the matrix would.
 
 Parameter names are dotted (`conv1.weight`), values contiguous. `model.layout(params)` gives convolution weights the
 channels-last layout, in which oneDNN's kernels run at the machine's matrix-multiply rate.
@@ -173,11 +173,9 @@ class Trace:
 
 
 class Moved:
-    """A forward pass at parameters that were moved along a gradient: new tensors, and factors that were not multiplied."""
+    """A forward pass at parameters that were moved along a gradient: new tensors, and factors left as they are."""
 
-    def __init__(
-        self, origin: Trace, params: State, outer: Mapping[str, Outer], scale: float, shrink: float
-    ) -> None:
+    def __init__(self, origin: Trace, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> None:
         self.passes: list[Half] = []
         x = origin.input
         for layer in origin.passes:
@@ -210,8 +208,9 @@ class Outer(NamedTuple):
     def add_to_(self, weight: Tensor, bias: Tensor, factor: Tensor, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
         a = self.a * factor
-        for rows, part in zip(weight.split(128), a.t().split(128), strict=True):  # which stay in the cache
-            rows.addmm_(part, self.b, beta=shrink)
+        for start in range(0, len(weight), 128):  # rows that stay in the cache while they are scaled and added to
+            rows = slice(start, start + 128)
+            weight[rows].addmm_(a[:, rows].t(), self.b, beta=shrink)
         bias.mul_(shrink).add_(a.sum(0))
 
 
@@ -231,7 +230,7 @@ class Gradient(Mapping[str, Tensor]):
         self.dense[name] = gradient if self._plus is None else gradient.add_(self._plus[0][name], alpha=self._plus[1])
 
     def product(self, layer: str, keep: bool, own: Outer, further: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take a linear layer's gradient, which stays factored if `keep`; `further` factors add to the weight's alone."""
+        """Take a linear layer's gradient, factored if `keep`; `further` factors add to the weight's alone."""
         terms, plus = [own], None
         if self._plus is not None:
             direction, factor = self._plus

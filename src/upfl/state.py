@@ -1,6 +1,6 @@
 """State: a flat dict of named tensors. One safetensors file, one message, one sum."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def select(state: State, prefix: str) -> State:
     return {name[start:]: value for name, value in state.items() if name.startswith(prefix)}
 
 
-def prefixed(prefix: str, state: State) -> State:
+def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
     return {f"{prefix}.{name}": value for name, value in state.items()}
 
 

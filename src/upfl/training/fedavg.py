@@ -7,6 +7,7 @@ Settled: SGD with weight decay 1e-4, gradient norm clipped to 10, rates times 0.
 clients (the paper's 1/M), `aggregation = "samples"` weights by sample count as the authors' code does.
 """
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -24,6 +25,7 @@ class FedAvg(LocalTraining[FedAvgHyper]):
     title = "FedAvg"
     Hyper = FedAvgHyper
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi = self.hyper, select(carry, "psi")
         trace = self.model.trace(psi, batch.x)

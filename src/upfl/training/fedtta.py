@@ -60,6 +60,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         carry = super().begin(server, memory, client)
         return carry | {f"momentum.{name}": torch.zeros_like(value) for name, value in select(carry, "phi").items()}
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi, phi, momentum = self.hyper, select(carry, "psi"), select(carry, "phi"), select(carry, "momentum")
         inner_lr = hyper.rate(hyper.inner_lr, round)

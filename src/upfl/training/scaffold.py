@@ -44,6 +44,7 @@ class Scaffold(FedAvg):
         correction = {name: server[name] - value for name, value in own.items()}
         return carry | prefixed("correction", self.model.layout(select(correction, "control"))) | prefixed("own", own)
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi = self.hyper, select(carry, "psi")
         trace = self.model.trace(psi, batch.x)
