@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.state import State, combined, is_vectorized
+from upfl.state import State, add_product_, combined, is_vectorized
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -200,17 +200,17 @@ class Outer(NamedTuple):
     b: Tensor
     near: Tensor | None = None  # b b^T + 1, where it is known
 
-    def square(self) -> Tensor:
-        """The squared norm of both together: <a a^T, b b^T + 1>."""
+    def norm(self) -> Tensor:
+        """The l2 norm of both together, the root of <a a^T, b b^T + 1>."""
         near = _near(self.b, self.b) if self.near is None else self.near
-        return torch.mm(self.a, self.a.t()).mul_(near).sum()
+        return torch.mm(self.a, self.a.t()).mul_(near).sum().clamp(min=0).sqrt()
 
     def add_to_(self, weight: Tensor, bias: Tensor, factor: Tensor, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
         a = self.a * factor
         for start in range(0, len(weight), 128):  # rows that stay in the cache while they are scaled and added to
             rows = slice(start, start + 128)
-            weight[rows].addmm_(a[:, rows].t(), self.b, beta=shrink)
+            add_product_(weight[rows], a[:, rows].t(), self.b, beta=shrink)
         bias.mul_(shrink).add_(a.sum(0))
 
 
@@ -305,7 +305,7 @@ def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], plus: tuple[Tensor, Tens
     a, b = pairs[0]
     total = torch.mm(a.t(), b) if plus is None else torch.addmm(plus[0], a.t(), b, beta=plus[2])
     for a, b in pairs[1:]:
-        total.addmm_(a.t(), b)
+        add_product_(total, a.t(), b)
     return total
 
 
@@ -385,10 +385,10 @@ class _LinearPass:
             near = self.near(outer.b)
             if dx is None:
                 return torch.addmm(self.y, near, outer.a, beta=0, alpha=scale)
-            return F.linear(dx, self.w).addmm_(near, outer.a, alpha=scale)
+            return add_product_(F.linear(dx, self.w), near, outer.a, alpha=scale)
         weight, bias = v[f"{self.layer}.weight"], v[f"{self.layer}.bias"]
         along = torch.addmm(bias, self.x, weight.t(), beta=scale, alpha=scale)
-        return along if dx is None else along.addmm_(dx, self.w.t())
+        return along if dx is None else add_product_(along, dx, self.w.t())
 
     def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         if to is not None:
@@ -401,8 +401,8 @@ class _LinearPass:
         if self.v is None:
             return dgx
         if (outer := factors(self.v, self.layer)) is not None:
-            return dgx.addmm_(self.aligned(outer.a), outer.b, alpha=self.scale)
-        return dgx.addmm_(self.gy, self.v[f"{self.layer}.weight"], alpha=self.scale)
+            return add_product_(dgx, self.aligned(outer.a), outer.b, alpha=self.scale)
+        return add_product_(dgx, self.gy, self.v[f"{self.layer}.weight"], alpha=self.scale)
 
     def near(self, x: Tensor) -> Tensor:
         """This pass's inputs times others, self.x x^T + 1; asked for twice in a row it is computed once."""
@@ -431,7 +431,7 @@ class _ThinlyMovedPass:
         if not inputs:
             return None
         gx = torch.mm(gy, self.origin.w)
-        return gx.addmm_(self.origin.aligned(gy).t(), self.by.b, beta=self.shrink, alpha=self.scale)
+        return add_product_(gx, self.origin.aligned(gy).t(), self.by.b, beta=self.shrink, alpha=self.scale)
 
 
 @dataclass(frozen=True)
@@ -582,7 +582,9 @@ class _FlattenPass(_PiecewiseLinear):
 
     def pull(self, gy: Tensor) -> Tensor:
         gx = gy.view(self.x.shape)
-        return gx.contiguous(memory_format=torch.channels_last) if gx.dim() == 4 else gx
+        if gx.dim() != 4 or is_vectorized(gx):
+            return gx
+        return gx.contiguous(memory_format=torch.channels_last)
 
     def push(self, dx: Tensor) -> Tensor:
         return dx.flatten(1)

@@ -32,6 +32,13 @@ def is_vectorized(value: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(value))
 
 
+def add_product_(total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """total <- beta * total + alpha * a b"""
+    if is_vectorized(total):
+        return total.copy_(torch.addmm(total, a, b, beta=beta, alpha=alpha))
+    return total.addmm_(a, b, beta=beta, alpha=alpha)
+
+
 def combined(first: list[Tensor], a: float, second: list[Tensor], b: float) -> list[Tensor]:
     """a * first + b * second, tensor by tensor."""
     if not first or is_vectorized(first[0]):
@@ -43,7 +50,11 @@ def combined(first: list[Tensor], a: float, second: list[Tensor], b: float) -> l
 
 def norm(values: Iterable[Tensor]) -> Tensor:
     """The l2 norm of all values together."""
-    norms: tuple[Tensor, ...] = torch._foreach_norm(tuple(values))
+    values = tuple(values)
+    if is_vectorized(values[0]):
+        norms = tuple(torch.linalg.vector_norm(value) for value in values)
+    else:
+        norms = torch._foreach_norm(values)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

@@ -24,6 +24,7 @@ class FedAvg(LocalTraining[FedAvgHyper]):
     name = "fedavg"
     title = "FedAvg"
     Hyper = FedAvgHyper
+    vectorizes = True
 
     @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:

@@ -48,6 +48,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     name = "fedtta"
     title = "FedTTA"
     Hyper = FedTTAHyper
+    vectorizes = True
 
     def __init__(self, task: Task, hyper: FedTTAHyper) -> None:
         super().__init__(task, hyper)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upfl.models import Direction, split
-from upfl.state import State, norm
+from upfl.state import State, is_vectorized, norm
 from upfl.training.base import Batch
 
 
@@ -38,31 +38,32 @@ def sgd_(
 ) -> None:
     """params <- params - rate * step, in place, with step = clip(gradients) + weight_decay * params.
 
-    With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
+    The gradients are used up. With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
     """
     dense, outer = split(gradients) if momentum is None else (dict(gradients), {})
     factor, buffers = momentum or (0.0, {})
-    values = [params[name] for name in dense]
-    # The fused kernel walks through memory: a gradient must lie there as its parameter does.
-    steps = [_laid_out_like(value, dense[name]) for name, value in zip(dense, values, strict=True)]
-    length = norm(steps)
-    if outer:
-        squares = torch.stack([length.square(), *(one.square() for one in outer.values())])
-        length = squares.sum().clamp(min=0).sqrt()
+    lengths = [*([norm(dense.values())] if dense else []), *(one.norm() for one in outer.values())]
+    length = lengths[0] if len(lengths) == 1 else norm(lengths)
     divisor = ((length + 1e-6) / clip).clamp(min=1.0)
-    torch._fused_sgd_(
-        values,
-        steps,
-        [buffers[name] for name in dense] if factor else [],
-        weight_decay=weight_decay,
-        momentum=factor,
-        lr=rate,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-        grad_scale=divisor.to(torch.float32),
-    )
+    if is_vectorized(divisor):
+        for name, value in dense.items():
+            step = torch.add(value / divisor, params[name], alpha=weight_decay)
+            params[name].sub_(buffers[name].mul_(factor).add_(step) if factor else step, alpha=rate)
+    else:
+        torch._fused_sgd_(
+            [params[name] for name in dense],
+            # The fused kernel walks through memory: a gradient must lie there as its parameter does.
+            [_laid_out_like(params[name], value) for name, value in dense.items()],
+            [buffers[name] for name in dense] if factor else [],
+            weight_decay=weight_decay,
+            momentum=factor,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=divisor.to(torch.float32),
+        )
     for layer, one in outer.items():
         one.add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate / divisor, 1 - rate * weight_decay)
 

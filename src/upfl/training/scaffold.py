@@ -52,7 +52,8 @@ class Scaffold(FedAvg):
         lr = hyper.rate(hyper.lr, round)
         sgd_(psi, trace.backward(dz), lr, hyper.weight_decay, hyper.clip)
         correction = select(carry, "correction")
-        torch._foreach_add_(list(psi.values()), [correction[name] for name in psi], alpha=-lr)
+        for name, value in psi.items():
+            value.sub_(correction[name], alpha=lr)
         return carry, loss
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
