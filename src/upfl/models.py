@@ -427,7 +427,8 @@ class _ThinlyMovedPass:
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         if to is not None:
-            to.product(self.origin.layer, True, Outer(gy, self.x))
+            near = self.origin.near(self.x) if self.x is self.origin.x else None
+            to.product(self.origin.layer, True, Outer(gy, self.x, near))
         if not inputs:
             return None
         gx = torch.mm(gy, self.origin.w)
@@ -550,7 +551,7 @@ class Relu:
 
 class _ReluPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
-        self.y = x.relu_() if x.dim() == 4 else x.relu()  # nobody needs an image's values before
+        self.y = x.relu()
 
         self._open: Tensor | None = None
 
