@@ -82,6 +82,10 @@ class Config(_Strict):
     evaluate_clients: int | None = Field(None, ge=1, description="score only the first so many clients of each kind")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     device: str = "cpu"
+    vectorize: int = Field(1, ge=1, description="clients trained side by side as one; pays on an accelerator")
+    precision: Literal["float32", "tf32", "bf16"] = Field(
+        "float32", description="of matrix products, where the device has a faster way; weights stay float32"
+    )
     model: ModelConfig
     partition: Partition
     training: dict[str, Any]

@@ -49,6 +49,7 @@ def train(
     score: Annotated[str | None, typer.Option(help="Further personalizers to score, comma-separated.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Any hyper-parameter: inner_lr=0.3.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
+    vectorize: Annotated[int | None, typer.Option(help="Clients trained side by side, on an accelerator.")] = None,
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="The run folder.  [default: runs/DATASET-METHOD-...]")] = None,
     track: Track = None,
@@ -82,6 +83,7 @@ def train(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         device=device,
+        vectorize=vectorize,
     )
     path = out or default_folder(described)
     with watched(path, f"{described.method}, {described.dataset}", as_json, listed(track)) as observer:
