@@ -113,6 +113,13 @@ class Config(_Strict):
         values = {key: value for key, value in self.training.items() if key != "name"}
         return training_class(self.training_name).Hyper(**values)
 
+    def personalizer_hyper(self, name: str) -> Any:
+        """A personalizer's hyper-parameters: the run's, or the paper's for the data set where the run has it not."""
+        values = self.personalize.get(name)
+        if values is None:
+            values = _personalizer_defaults(_searched(self.dataset), name)
+        return personalizer_class(name).Hyper(**values)
+
     def participants(self, clients: int) -> int:
         """How many of the existing clients take part in a round."""
         if self.clients_per_round is None:
@@ -209,22 +216,35 @@ def paper() -> dict[str, Any]:
     return tomllib.loads(resources.files("upfl").joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
+def paper_model(dataset: str) -> ModelConfig:
+    """The paper's prediction model for a data set."""
+    if dataset in ("digits", "mnist"):
+        return ModelConfig(name="mlp", hidden=200)
+    return ModelConfig(name="convnet", hidden=2048 if dataset == "femnist" else 512)
+
+
 def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
-    searched = paper()["mnist"] | paper()["digits"] if dataset == "digits" else paper()[dataset]
-    model = {
-        "digits": {"name": "mlp", "hidden": 200},
-        "mnist": {"name": "mlp", "hidden": 200},
-        "femnist": {"name": "convnet", "hidden": 2048},
-    }.get(dataset, {"name": "convnet", "hidden": 512})
+    searched = _searched(dataset)
     for name in personalizers:
         personalizer_class(name)
     return {
         "rounds": paper()["rounds"][dataset],
-        "model": model,
+        "model": paper_model(dataset).model_dump(exclude={"sizes"}),
         "partition": {"public": PUBLIC[profile]} if training_class(training).heterogeneous else {},
         "training": {"name": training, **searched.get(training, {})},
-        "personalize": {name: dict(searched.get(name, {})) for name in personalizers},
+        "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }
+
+
+def _searched(dataset: str) -> dict[str, Any]:
+    """What the paper searched for a data set; digits takes MNIST's values, but for what is its own."""
+    return paper()["mnist"] | paper()["digits"] if dataset == "digits" else dict(paper()[dataset])
+
+
+def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:
+    base, plus, last = name.rpartition("+")
+    own = dict(searched.get("early-stopped" if last == "auto" else last, {}))  # auto's candidates are the paper's, too
+    return own | {"base": _personalizer_defaults(searched, base)} if plus and base != "none" else own
 
 
 def _merged(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +277,7 @@ def _set(values: dict[str, Any], setting: str) -> None:
     if key in ("method", "dataset", "profile", "training.name", *TABLES) or key == "personalize":
         raise ConfigError(f"--set {setting}: {key} cannot be set so: give it as an argument, or set one of its fields")
     if path:
-        if path[0] in PERSONALIZERS:
+        if path[0] in values["personalize"] or path[0] in PERSONALIZERS:
             path = ["personalize", *path]
         target, known = values, [*TABLES, *PERSONALIZERS]
         for part in path:
@@ -269,7 +289,7 @@ def _set(values: dict[str, Any], setting: str) -> None:
         return
     places: list[tuple[type[BaseModel], dict[str, Any]]] = [
         (TRAININGS[values["training"]["name"]].Hyper, values["training"]),
-        *((PERSONALIZERS[name].Hyper, table) for name, table in values["personalize"].items()),
+        *((personalizer_class(name).Hyper, table) for name, table in values["personalize"].items()),
     ]
     holders = [table for hyper, table in places if last in hyper.model_fields]
     if holders:

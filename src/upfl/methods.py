@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from upfl.errors import ConfigError
+from upfl.personalize.atp import Atp
+from upfl.personalize.auto import Auto
 from upfl.personalize.base import Personalizer
+from upfl.personalize.calibration import Calibrated, Correction
 from upfl.personalize.fedtta import EarlyStopped, OneStep
+from upfl.personalize.label_shift import Bbse, Em, LabelShift, MapEm
+from upfl.personalize.lame import Lame
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.personalize.tent import Tent
@@ -63,6 +68,10 @@ ROWS = [
     Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
     Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
     Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
+    Method("label-shift", "Label shift", "fedavg", "label-shift", "FedAvg, then the newcomer's own mix of classes"),
+    Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
+    Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
+    Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
     Method("hetero-fedtta", "HeteroFedTTA", "hetero-fedtta", "one-step", "FedTTA over models of different size"),
     Method("hetero-tent", "hetero-TENT", "hetero-tent", "tent", "TENT over models of different size"),
 ]
@@ -75,7 +84,11 @@ TRAININGS: dict[str, type[Training[Any]]] = {
     )
 }
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
-    personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble)
+    personalizer.name: personalizer
+    for personalizer in (
+        *(Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble),
+        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Auto),
+    )
 }
 
 
@@ -134,9 +147,19 @@ def training_class(name: str) -> type[Training[Any]]:
 
 
 def personalizer_class(name: str) -> type[Personalizer[Any]]:
-    if name not in PERSONALIZERS:
-        raise unknown("personalizer", name, PERSONALIZERS)
-    return PERSONALIZERS[name]
+    """A personalizer by its name, or by `BASE+CORRECTION` a correction of another one's predictions."""
+    base, plus, last = name.rpartition("+")
+    if plus and not (base and last):
+        raise ConfigError(f"'{name}': write a personalizer's name, or BASE+CORRECTION such as tent+label-shift")
+    if last not in PERSONALIZERS:
+        raise unknown("personalizer", last, PERSONALIZERS)
+    found = PERSONALIZERS[last]
+    if not plus or base == "none":
+        return found
+    if not issubclass(found, Correction):
+        corrections = [key for key, value in PERSONALIZERS.items() if issubclass(value, Correction)]
+        raise ConfigError(f"'{name}': only a correction can stand on '{base}': {', '.join(corrections)}")
+    return found.on(personalizer_class(base))
 
 
 def make_personalizer(name: str, training: Training[Any], hyper: Any) -> Personalizer[Any]:
@@ -159,6 +182,6 @@ def row_title(row: str) -> str:
         if method.row == row:
             return method.title
     training, _, personalizer = row.partition("+")
-    if training in TRAININGS and personalizer in PERSONALIZERS:
-        return f"{TRAININGS[training].title} + {PERSONALIZERS[personalizer].title}"
+    if training in TRAININGS and all(part in PERSONALIZERS for part in personalizer.split("+")):
+        return f"{TRAININGS[training].title} + {personalizer_class(personalizer).title}"
     return row

@@ -14,8 +14,8 @@ from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.group import Group
 from upfl.personalize.base import Personalized, Personalizer
+from upfl.personalize.fitting import CrossFitted
 from upfl.state import State
-from upfl.training.base import Published
 
 # A score's name, whose it is, and its column in their counts.
 SCORES: tuple[tuple[str, Role, int], ...] = (
@@ -60,7 +60,7 @@ def evaluate(
     federation: Federation,
     inputs: Inputs,
     personalizer: Personalizer[Any],
-    published: Published,
+    given: CrossFitted,
     seed: int,
     group: Group,
     memory: Callable[[int], State | None] = lambda client: None,
@@ -80,9 +80,9 @@ def evaluate(
             indices = federation.training.validation(i)
             if len(indices):
                 client = validation_client(federation, inputs, seed, i)
-                training[i] = _score(personalizer.personalize(published, client, memory(i)), inputs.y(indices))
+                training[i] = _score(personalizer.personalize(given.without(i), client, memory(i)), inputs.y(indices))
         else:
-            personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, i))
+            personalized = personalizer.personalize(given.published, newcomer(federation, inputs, seed, i))
             new[i] = _score(personalized, inputs.y(federation.new.all(i)))
             steps[i] = personalized.diary.steps
     for counts in (training, new, steps):

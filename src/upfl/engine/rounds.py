@@ -19,10 +19,12 @@ from upfl.data.federation import ROLES, Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, by_architecture, evaluate
+from upfl.engine.fitting import fit_needs, plan
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
-from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.environment import environment
+from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
 from upfl.randomness import generator
@@ -58,6 +60,16 @@ class Engine:
         self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
 
+    @classmethod
+    def standing(cls, folder: RunFolder) -> Engine:
+        """A run as its last checkpoint has it, to look at: nothing is changed or removed."""
+        engine = cls(folder, Group())
+        found = folder.load(engine.device)
+        if found is None:
+            raise RunError(f"{folder.path}: there is no checkpoint yet; `upfl resume {folder.path}` goes on")
+        engine.progress = found
+        return engine
+
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
         with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), torch.no_grad():
@@ -82,6 +94,7 @@ class Engine:
         self.group.barrier()
         if self.group.leads:
             self.folder.roll_back(found)
+            self.folder.add_session(environment() | {"workers": self.group.size, "after": found.round if found else 0})
         self.group.barrier()
         if found is None:
             server = self.training.init(generator(self.config.seed, "init"))
@@ -125,6 +138,7 @@ class Engine:
             "clients": total.count,
             "left_out": left_out,
             "loss": float(total[LOSS]) / total.count,
+            "gradients": total.count * sum(phase.iterations * phase.cost for phase in self.training.phases(round)),
             "bytes_up": total.count * self.training.bytes_up({k: v for k, v in total.sizes.items() if k != LOSS}),
             "bytes_down": len(participants) * received,
             **self.training.facts(progress.server),
@@ -183,7 +197,16 @@ class Engine:
 
     def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
         started = time.perf_counter()
-        published = self._published()
+        given, facts = fit_needs(
+            list(self.personalizers.values()),
+            self.published(),
+            self.federation,
+            self.inputs,
+            self.config.seed,
+            self.group,
+            self.config.evaluate_clients,
+            observer.stage if observer else lambda what: None,
+        )
         improved, rows = False, {}
         for name, personalizer in self.personalizers.items():
             row = row_name(self.training.name, name)
@@ -193,10 +216,10 @@ class Engine:
                 self.federation,
                 self.inputs,
                 personalizer,
-                published,
+                given,
                 self.config.seed,
                 self.group,
-                lambda id: self.memory(id) if self.training.remembers else None,
+                lambda id: self.memory(id) if self.training.starts_from_memory else None,
                 self.config.evaluate_clients,
             )
             rows[row] = {
@@ -208,10 +231,11 @@ class Engine:
             }
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
-            self.folder.save_best(published)
-        return {"rows": rows, "evaluate_s": time.perf_counter() - started}
+            self.folder.save_best(given.published)
+        return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
 
-    def _published(self) -> Published:
+    def published(self) -> Published:
+        """What newcomers receive of the state as it is, before anything is fitted over it."""
         members = _Members(self) if self.training.publishes_memory else ()
         return Published(self.training.publish(self.progress.server), self.progress.round, members)
 
@@ -283,22 +307,23 @@ class Engine:
 
 
 class _Members(Sequence[State]):
-    """All training clients' memories, each read when it is asked for."""
+    """The memories of all training clients that have trained, each read when it is asked for."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.trained = (engine.progress.memory_rounds >= 0).nonzero().flatten().tolist()
 
     def __len__(self) -> int:
-        return self.engine.clients
+        return len(self.trained)
 
-    def __getitem__(self, client: Any) -> Any:
-        return self.engine.memory(client)
+    def __getitem__(self, member: Any) -> Any:
+        return self.engine.memory(self.trained[member])
 
 
 def assemble(
     config: Config, device: torch.device, source: data.Source | None = None
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-    """What a configuration describes, as objects."""
+    """What a configuration describes, as objects; refuses what could not be scored after the training."""
     source = source or data.load(config.dataset)
     federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
     inputs = Inputs(source, device)
@@ -316,6 +341,7 @@ def assemble(
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()
     }
+    plan(list(personalizers.values()), federation, config.evaluate_clients)
     return federation, inputs, training, personalizers
 
 

@@ -103,6 +103,10 @@ class Client(Protocol):
     def round(self) -> int: ...
 
     @property
+    def seed(self) -> int:
+        """The run's."""
+
+    @property
     def architecture(self) -> str:
         """The name of its model's architecture, where clients differ in that; else empty."""
 
@@ -149,6 +153,7 @@ class Phase:
     batch_size: int
     split: Split = "train"
     noise: Mapping[str, Noise] = field(default_factory=dict)
+    cost: float = 1.0  # gradient evaluations in a step: forward and backward passes of the prediction model
 
 
 class Total(Mapping[str, Tensor]):
@@ -179,23 +184,11 @@ class Published:
 H = TypeVar("H", bound=Hyper)
 
 
-class Training(ABC, Generic[H]):
-    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+class Stage(ABC, Generic[H]):
+    """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    Hyper: ClassVar[type[Any]]
-    adaptation: Model | None = None  # g, where the training learns one
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
-    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
-    heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
-    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
-
-    def __init__(self, task: Task, hyper: H) -> None:
-        self.task = task
-        self.model = task.model
-        self.hyper = hyper
 
     @abstractmethod
     def init(self, generator: torch.Generator) -> State:
@@ -219,6 +212,24 @@ class Training(ABC, Generic[H]):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """The server's next state. The old one is used up: a training with a large state may change it in place."""
 
+
+class Training(Stage[H]):
+    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Hyper: ClassVar[type[Any]]
+    adaptation: Model | None = None  # g, where the training learns one
+    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
+    heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
+    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
+
+    def __init__(self, task: Task, hyper: H) -> None:
+        self.task = task
+        self.model = task.model
+        self.hyper = hyper
+
     def publish(self, server: State) -> State:
         """What newcomers receive."""
         return server
@@ -230,6 +241,11 @@ class Training(ABC, Generic[H]):
         Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
 
+    @property
+    def client_models(self) -> Mapping[str, Model]:
+        """The prediction models that clients may have, by the name of their architecture."""
+        return {"": self.model}
+
     def logits(self, params: State, x: Tensor) -> Tensor:
         """What a client's model says about x, as a differentiable function of its parameters.
 
@@ -237,9 +253,13 @@ class Training(ABC, Generic[H]):
         """
         return self.model.apply(params, x)
 
+    def features(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model makes of x before its last layer, a row for each sample."""
+        return self.model[:-1].apply(params, x).flatten(1)
+
     @property
     def size(self) -> int:
-        """The number of values in the server's state, about."""
+        """About how many values a worker holds of the server's state or of its sum: for the memory forecast."""
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
 
     def bytes_down(self, server: State, round: int) -> int:
@@ -249,6 +269,10 @@ class Training(ABC, Generic[H]):
     def bytes_up(self, sizes: Mapping[str, int]) -> int:
         """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""
         return sum(sizes.values())
+
+    def remark(self) -> str:
+        """What a user should know before the first round; mostly nothing."""
+        return ""
 
     def facts(self, server: State) -> dict[str, float]:
         """Numbers about the server's state that belong into the metrics."""
@@ -265,14 +289,19 @@ L = TypeVar("L", bound=LocalHyper)
 class LocalTraining(Training[L]):
     """Clients start from the server's models, train locally, send the change; the server adds the mean change.
 
-    psi, and phi where there is one, live in the state under these names.
+    psi, and phi where there is one, live in the state under these names: newcomers receive these and nothing else.
     """
 
     def init(self, generator: torch.Generator) -> State:
         return prefixed("psi", self.model.init(generator))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size),)
+        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size, cost=self.step_cost),)
+
+    @property
+    def step_cost(self) -> float:
+        """Gradient evaluations in a step. One is three matrix products a layer: forward, and backward to both sides."""
+        return 1.0
 
     def begin(self, server: State, memory: State, client: Client) -> State:
         return self.carry(server)
@@ -293,6 +322,9 @@ class LocalTraining(Training[L]):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
+
+    def publish(self, server: State) -> State:
+        return {name: value for name, value in server.items() if name.startswith(("psi.", "phi."))}
 
     def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         return self.model.layout(select(published.state, "psi"))

@@ -92,6 +92,11 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))
         return carry, loss + penalty
 
+    @property
+    def step_cost(self) -> float:
+        # Products a layer: two forward and backward passes (6), J d (2), the derivative of J^T u along d (4).
+        return (12 if self.hyper.second_order else 8) / 3
+
     def fit(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of the personalized model's logits, and its gradient there."""
         return cross_entropy(logits, batch)
@@ -132,6 +137,11 @@ class FedTTAProx(FedTTA):
     def begin(self, server: State, memory: State, client: Client) -> State:
         received = self.model.layout(select(server, "psi"))
         return super().begin(server, memory, client) | prefixed("received", received)
+
+    @property
+    def step_cost(self) -> float:
+        # Z. (1), and without the second order a pass back of its own for the penalty (2).
+        return super().step_cost + (1 if self.hyper.second_order else 3) / 3
 
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
         received = self.model.apply(select(carry, "received"), batch.x)

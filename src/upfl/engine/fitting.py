@@ -1,0 +1,96 @@
+"""Fitting over a trained model: the fold of a training's round, with what clients remember kept in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.group import Group
+from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.personalize.fitting import CrossFitted, Fit, Need, Needy, needs_of
+from upfl.randomness import generator
+from upfl.state import State
+from upfl.training.base import Published
+
+
+def fit_needs(
+    personalizers: Sequence[Needy],
+    published: Published,
+    federation: Federation,
+    inputs: Inputs,
+    seed: int,
+    group: Group,
+    limit: int | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+    """Fit what the personalizers need, on the training clients (or the first `limit`) that have validation data.
+
+    Returns it with facts about each fit, for the metrics.
+    """
+    given, facts = CrossFitted(published), {}
+    needs, ids = plan(personalizers, federation, limit)
+    for key, need in needs.items():
+        tell(f"fitting {key}")
+        fit = need.stage(given)
+        clients = [LocalClient(federation, inputs, seed, i, 0) for i in ids]
+        server, left_out = run(fit, clients, seed, group)
+        given = given.plus(fit.results(server))
+        facts[key] = fit.facts(server) | ({"left_out": left_out} if left_out else {})
+    return given, facts
+
+
+def plan(
+    personalizers: Sequence[Needy], federation: Federation, limit: int | None = None
+) -> tuple[dict[str, Need], list[int]]:
+    """What is to be fitted, and on which clients; refuses what cannot be."""
+    needs = needs_of(personalizers)
+    sizes = federation.training.sizes() - federation.training.train_counts
+    ids = [i for i in range(min(len(sizes), limit or len(sizes))) if sizes[i]]
+    if needs and not ids:
+        raise ConfigError(
+            f"'{next(iter(needs))}' is fitted on training clients' validation data, and there is none: "
+            "take a larger partition.validation, or personalizers that need no fit"
+        )
+    return needs, ids
+
+
+def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
+    """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
+    server = fit.init(generator(seed, "fit", fit.key))
+    ours = group.share(clients, [len(client.federation.training.validation(client.id)) for client in clients])
+    memories = {client.id: fit.memory(client) for client in ours}
+    example = ours[0] if ours else clients[0]
+    memory = memories.get(example.id) or fit.memory(example)
+    like, _ = fit.finish(server, fit.begin(server, memory, example), example)
+    total = FixedPointSum(like, len(clients), fit.scales)
+    refused: set[int] = set()
+    for round in range(fit.rounds):
+        total.reset(len(clients))
+        for client in ours:
+            group.check()
+            client = replace(client, round=round)
+            carry = fit.begin(server, memories[client.id], client)
+            for phase in fit.phases(round):
+                for batch in client.phase(phase):
+                    carry, _ = phase.step(carry, batch, round)
+            up, memories[client.id] = fit.finish(server, carry, client)
+            try:
+                total.add(up)
+            except BadClientError:
+                refused.add(client.id)
+        group.sum_(total.buffer)
+        total.merged()
+        if not total.count:
+            raise StoppedError(f"{fit.key}: what every client sent was not finite or too large; the model has diverged")
+        server = fit.aggregate(server, total, round)
+        if fit.done(server):
+            break
+    left_out = torch.tensor([len(refused)])
+    group.sum_(left_out)
+    return server, int(left_out)
