@@ -868,7 +868,8 @@ def test_only_fedper_hands_out_memories_and_only_to_the_rows_that_say_so() -> No
 def test_a_training_that_does_not_publish_memories_hands_newcomers_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for method, members in (("scaffold", 0), ("fedadg", 0), ("fedsr", 0), ("fedper", 6)):
+    # Four of the six clients have trained after a round: only those have a model of their own to hand out.
+    for method, members in (("scaffold", 0), ("fedadg", 0), ("fedsr", 0), ("fedper", 4)):
         config = small_config(method, rounds=1)
         engine = Engine(RunFolder.create(tmp_path / method, config), Group())
         engine.run()

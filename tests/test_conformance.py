@@ -112,7 +112,14 @@ def config_of(name: str, **options: Any) -> Config:
 
     Some gradients are clipped: their norm is where an order of tensors would show in the bits.
     """
-    small = {"iterations": 3, "batch_size": 16, "clip": 0.3}
+    small = {
+        "iterations": 3,
+        "batch_size": 16,
+        "clip": 0.3,
+        "digest_epochs": 2,
+        "digest_batch": 10,
+        "newcomer_epochs": 2,
+    }
     settings = [f"{key}={value}" for key, value in small.items() if key in TRAININGS[name].Hyper.model_fields]
     scale: dict[str, Any] = {
         "rounds": ROUNDS,

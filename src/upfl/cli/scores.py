@@ -16,6 +16,7 @@ from upfl.cli.runs import AsJson
 from upfl.engine.folder import RunFolder
 from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import ConfigError
+from upfl.personalize.oracle import ORACLES
 from upfl.report.statistics import bootstrap
 
 DEFAULT = "none,calibrated,label-shift,tent"
@@ -26,7 +27,9 @@ LARGE = 100  # samples from which on a client is judged by itself; smaller ones 
 def score(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     names: Annotated[str, typer.Option("--score", help="Personalizers or BASE+CORRECTION, with commas.")] = DEFAULT,
-    oracles: Annotated[bool, typer.Option("--oracles", help="Bounds that know the labels, drawn apart.")] = False,
+    oracles: Annotated[
+        str | None, typer.Option(help=f"Bounds that know the labels, drawn apart: {', '.join(ORACLES)} or all.")
+    ] = None,
     inductive: Annotated[bool, typer.Option("--inductive", help="Personalize on one half, score the other.")] = False,
     sizes: Annotated[str | None, typer.Option(help="Samples of drawn newcomers: 5,20,60,600.")] = None,
     classes: Annotated[str | None, typer.Option(help="Classes of drawn newcomers: 2,5,10.")] = None,
@@ -38,11 +41,11 @@ def score(
 
     Examples:
 
-        upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles --inductive
+        upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles all --inductive
 
         upfl score runs/digits-fedavg-paper-s0 --sizes 5,20,60 --classes 2,5,10
     """
-    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    wanted = _names(names)
     if not wanted:
         raise ConfigError("--score: name at least one personalizer, such as none,label-shift")
     if out and out.is_dir():
@@ -54,7 +57,8 @@ def score(
         def tell(what: str) -> None:
             status.update(escape(what))
 
-        scorer = Scorer(RunFolder.open(run), wanted, oracles, tell)
+        bounds = list(ORACLES) if oracles == "all" else _names(oracles or "")
+        scorer = Scorer(RunFolder.open(run), wanted, bounds, tell)
         scores = scorer.score(inductive, tell)
         curves = []
         for count in asked_classes or ([2] if sizes else []):
@@ -133,6 +137,10 @@ def _against(score: Score, reference: Score) -> dict[str, Any]:
             "p": mcnemar(lost, won),
         },
     }
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

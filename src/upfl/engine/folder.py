@@ -184,9 +184,15 @@ class RunFolder:
         )
 
     def _identity(self) -> str:
-        """What a checkpoint may not be mixed up in: everything that decides about states, not how far to go."""
-        same = {"dataset", "seed", "partition_seed", "clients_per_round", "model", "partition", "training"}
-        return hashlib.sha256(self.config().model_dump_json(include=same).encode()).hexdigest()[:16]
+        """What a checkpoint may not be mixed up in: everything that decides about states, not how far to go.
+
+        Defaults are left out, so that a setting that a later version adds leaves old runs what they are.
+        """
+        config = self.config()
+        same = {"dataset", "seed", "partition_seed", "clients_per_round", "model", "partition"}
+        decides = config.model_dump(mode="json", include=same, exclude_defaults=True)
+        decides["training"] = [config.training_name, config.training_hyper().model_dump(exclude_defaults=True)]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
     def roll_back(self, progress: Progress | None) -> None:
         """Remove what was written after the checkpoint, by a run that was stopped."""

@@ -219,7 +219,7 @@ class Engine:
                 given,
                 self.config.seed,
                 self.group,
-                lambda id: self.memory(id) if self.training.remembers else None,
+                lambda id: self.memory(id) if self.training.starts_from_memory else None,
                 self.config.evaluate_clients,
             )
             rows[row] = {
@@ -307,16 +307,17 @@ class Engine:
 
 
 class _Members(Sequence[State]):
-    """All training clients' memories, each read when it is asked for."""
+    """The memories of all training clients that have trained, each read when it is asked for."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.trained = (engine.progress.memory_rounds >= 0).nonzero().flatten().tolist()
 
     def __len__(self) -> int:
-        return self.engine.clients
+        return len(self.trained)
 
-    def __getitem__(self, client: Any) -> Any:
-        return self.engine.memory(client)
+    def __getitem__(self, member: Any) -> Any:
+        return self.engine.memory(self.trained[member])
 
 
 def assemble(

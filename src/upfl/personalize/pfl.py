@@ -64,7 +64,7 @@ class Sampled(_Members):
         return [int(torch.randint(len(published.members), (1,), generator=client.generator("sampled member")))]
 
     def describe(self, members: list[int]) -> str:
-        return f"the model of training client {members[0]}, drawn at random"
+        return f"training clients' model number {members[0]}, drawn at random"
 
 
 class Ensemble(_Members):

@@ -221,6 +221,7 @@ class Training(Stage[H]):
     Hyper: ClassVar[type[Any]]
     adaptation: Model | None = None  # g, where the training learns one
     publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
     heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
 
@@ -240,6 +241,11 @@ class Training(Stage[H]):
         Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
 
+    @property
+    def client_models(self) -> Mapping[str, Model]:
+        """The prediction models that clients may have, by the name of their architecture."""
+        return {"": self.model}
+
     def logits(self, params: State, x: Tensor) -> Tensor:
         """What a client's model says about x, as a differentiable function of its parameters.
 
@@ -253,7 +259,7 @@ class Training(Stage[H]):
 
     @property
     def size(self) -> int:
-        """The number of values in the server's state, about."""
+        """About how many values a worker holds of the server's state or of its sum: for the memory forecast."""
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
 
     def bytes_down(self, server: State, round: int) -> int:
@@ -263,6 +269,10 @@ class Training(Stage[H]):
     def bytes_up(self, sizes: Mapping[str, int]) -> int:
         """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""
         return sum(sizes.values())
+
+    def remark(self) -> str:
+        """What a user should know before the first round; mostly nothing."""
+        return ""
 
     def facts(self, server: State) -> dict[str, float]:
         """Numbers about the server's state that belong into the metrics."""
@@ -279,7 +289,7 @@ L = TypeVar("L", bound=LocalHyper)
 class LocalTraining(Training[L]):
     """Clients start from the server's models, train locally, send the change; the server adds the mean change.
 
-    psi, and phi where there is one, live in the state under these names.
+    psi, and phi where there is one, live in the state under these names: newcomers receive these and nothing else.
     """
 
     def init(self, generator: torch.Generator) -> State:
@@ -312,6 +322,9 @@ class LocalTraining(Training[L]):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
+
+    def publish(self, server: State) -> State:
+        return {name: value for name, value in server.items() if name.startswith(("psi.", "phi."))}
 
     def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         return self.model.layout(select(published.state, "psi"))

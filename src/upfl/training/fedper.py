@@ -21,6 +21,7 @@ class FedPer(FedAvg):
     name = "fedper"
     title = "FedPer"
     remembers = True
+    starts_from_memory = True
     publishes_memory = True
     serves_newcomers = False
 

@@ -10,7 +10,9 @@ and stay on the client. The KL is summed over dimensions, averaged over the batc
 
 Settled: the MLP's second layer is doubled (400 = 200 + 200); the ConvNet's second convolution is (128 channels),
 flattened and split in halves. Both feed the classifier without a rectifier of their own, as a Gaussian's mean has a
-sign; momentum restarts every round. A prediction averages the probabilities of 20 samples whose eps come from a fixed
+sign; momentum restarts every round. r and C have no weight decay and are clipped apart from psi. 1e-6 is added to sigma
+and 1e-12 to the ratio of variances in the KL, which keeps its logarithm finite where a representation collapses: sigma
+under 1e-5 counts as wider than it is. A prediction averages the probabilities of 20 samples whose eps come from a fixed
 seed and are the same for every input, so that it is a function of the input alone.
 """
 

@@ -14,6 +14,10 @@ and one linear head for each parameter tensor. The heads hold 100 numbers for ea
 for CIFAR-10's ConvNet, 667 million for FEMNIST's. So gradients of heads, outer products of a tensor's change with the
 last hidden layer, are formed one at a time when the sum asks for them. `rank` puts a bottleneck before the heads:
 `rank = 4` has about 20 times fewer parameters.
+
+Ours, where paper and code are silent: H and E have the weight decay of local training; the last hidden layer goes
+through a rectifier into the heads; a head's bias starts as the model's own initialisation, its weights small, so that
+the first theta is a model that can be trained.
 """
 
 from __future__ import annotations
@@ -139,6 +143,13 @@ class OdpflHn(FedAvg):
     def bytes_up(self, sizes: Mapping[str, int]) -> int:
         """e, theta - theta', the gradient for E, and the weight."""
         return 4 * (self.hyper.embedding + self.model.size + self.encoder.size + 1)
+
+    def publish(self, server: State) -> State:
+        return server
+
+    def remark(self) -> str:
+        heads = f"low-memory heads of rank {self.hyper.rank}" if self.hyper.rank else "full heads"
+        return f"the encoder and the hypernetwork, with {heads}, have {self.size:,} parameters"
 
     @property
     def size(self) -> int:
