@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from tests.synthetic import Floats, World, draw, even, pairs, world
 from tests.test_conformance import Meeting, VirtualGroup
+from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import evaluate
 from upfl.engine.fitting import fit_needs
+from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import ConfigError
 from upfl.personalize import auto, label_shift
@@ -127,7 +129,7 @@ def a_class_missing() -> World:
     return World(logits, labels, logits, labels)
 
 
-WORLDS = {
+WORLDS: dict[str, Callable[[], World]] = {
     "shifted": lambda: overconfident(world(uneven(5, 9), uneven(5, 2)), 2.5, [1.0, 0.0, -0.5, 0.0, 0.3]),
     "timid": lambda: overconfident(world(uneven(3, 6), uneven(3, 2)), 0.2, [0.0, 0.4, 0.0]),
     "two classes": lambda: world(uneven(2, 6), uneven(2, 2)),
@@ -392,6 +394,20 @@ def test_the_gate_opens_where_clients_differ_in_their_mix() -> None:
     assert accuracy(here, gated, fitted) > accuracy(here, calibrated, fitted) + 10
 
 
+def test_a_class_that_one_fold_alone_holds_does_not_close_the_gate() -> None:
+    """Clients 0 and 5 are one fold. Without it nobody knows class 5, and no strength can predict it."""
+    mixes = pairs(5, 10)
+    mixes = [np.append(mix, 0.0) for mix in mixes]
+    mixes[0] = mixes[5] = np.array([0.5, 0.0, 0.0, 0.0, 0.0, 0.5])
+    here = world(mixes, mixes, samples=40, apart=1.5)
+    here = replace(here, logits=[z.clamp(min=-12) for z in here.logits])
+    gated, calibrated = here.personalizer("label-shift"), here.personalizer("calibrated")
+    fitted = here.fit(gated, calibrated)
+    assert float(fitted.without(0).fitted["calibration.none.prior"][5]) < 1e-3
+    assert int(fitted.published.fitted["gate.label-shift.menu"]) <= 4
+    assert accuracy(here, gated, fitted) > accuracy(here, calibrated, fitted) + 10
+
+
 def test_the_gates_loss_is_the_clients_own_log_likelihood(shifted: World, fits: CrossFitted) -> None:
     """Against label-shift itself at each gate, on validation data, cross-fitted: mean loss over all samples."""
     expected = []
@@ -434,9 +450,6 @@ def test_a_mixture_learns_which_classes_come_together() -> None:
             each += gammaln(alpha.sum(1)) - gammaln(alpha.sum(1) + row.sum())
             total += float(np.logaddexp.reduce(each + np.log(weight)))
         return total
-
-    from upfl.engine.clients import LocalClient
-    from upfl.engine.fold import FixedPointSum
 
     federation, inputs = here.federation()
     heights = [height(server)]
@@ -557,7 +570,7 @@ def test_auto_leaves_a_candidate_only_for_one_that_promises_more_than_its_error(
     assert auto.choose([0.0, -0.1, 0.0], [0.0, 0.0, 0.0]) == 0
 
 
-def test_autos_expectations_are_a_weighted_regression_over_training_clients(fits: CrossFitted) -> None:
+def test_autos_expectations_are_a_weighted_regression_over_training_clients() -> None:
     """Clients of different sizes; the line of least squares where its slope is within [0, 1]."""
     here = world(uneven(4, 10), uneven(4, 1), samples=50, apart=1.3)
     sizes = [10, 50, 23, 31, 50, 44, 12, 50, 8, 37]
@@ -579,11 +592,11 @@ def test_autos_expectations_are_a_weighted_regression_over_training_clients(fits
         ys.append(truth - truth[0])
     weight = np.array(sizes) / sum(sizes)
     for k in range(1, 3):
-        x, y = np.array(xs)[:, k], np.array(ys)[:, k]
-        slope = float(np.clip(np.polyfit(x, y, 1, w=np.sqrt(weight))[0], 0, 1))
+        guessed, true = np.array(xs)[:, k], np.array(ys)[:, k]
+        slope = float(np.clip(np.polyfit(guessed, true, 1, w=np.sqrt(weight))[0], 0, 1))
         assert float(known["slope"][k]) == pytest.approx(slope, abs=1e-4)
-        assert float(known["gain"][k]) == pytest.approx(weight @ y, abs=1e-6)
-        assert float(known["estimated"][k]) == pytest.approx(weight @ x, abs=1e-6)
-        residual = y - weight @ y - slope * (x - weight @ x)
+        assert float(known["gain"][k]) == pytest.approx(weight @ true, abs=1e-6)
+        assert float(known["estimated"][k]) == pytest.approx(weight @ guessed, abs=1e-6)
+        residual = true - weight @ true - slope * (guessed - weight @ guessed)
         error = math.sqrt(weight @ residual**2 * (weight**2).sum())
         assert float(known["error"][k]) == pytest.approx(error, abs=1e-5)

@@ -25,7 +25,7 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, assemble
 from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
-from upfl.errors import ConfigError, RunError
+from upfl.errors import RunError
 from upfl.methods import PERSONALIZERS, personalizer_class
 from upfl.personalize.base import Personalized, Unlabelled
 from upfl.personalize.nothing import Nothing
@@ -174,9 +174,9 @@ def test_fine_tuning_on_half_of_the_labels_is_scored_on_the_other_half(
     client = newcomer(scorer.federation, scorer.inputs, 0, 0)
     y = scorer.inputs.y(scorer.federation.new.all(0))
     oracle = HalfSupervised(scorer.engine.training)
-    predicted, asked = oracle.predict(scorer.given.published, client, y)
+    predicted, others = oracle.predict(scorer.given.published, client, y)
     hidden = y.clone()
-    hidden[asked] = (hidden[asked] + 1) % 10
+    hidden[others] = (hidden[others] + 1) % 10
     assert torch.equal(oracle.predict(scorer.given.published, client, hidden)[0], predicted)
 
 
@@ -232,10 +232,10 @@ def test_drawn_newcomers_are_as_asked(scorer: Scorer, classes: int, samples: int
     kinds = set()
     for client, y in drawn:
         assert len(client.x) == len(y) == samples
-        assert len(y.unique()) <= classes
+        assert len(set(y.tolist())) <= classes
         assert not hasattr(client, "y")
         assert {tuple(row) for row in client.x.flatten(1).tolist()} <= pool
-        kinds.add(tuple(y.unique().tolist()))
+        kinds.add(tuple(sorted(set(y.tolist()))))
     if classes < 10:
         assert len(kinds) > 1
     if samples >= 20:
@@ -406,18 +406,14 @@ COMPOSITE = ("one-step+label-shift", "tent+calibrated", "early-stopped+map-em", 
 
 
 @pytest.fixture(scope="module")
-def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Said]]:
+def composite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
     out = tmp_path_factory.mktemp("composite") / "run"
-    settings = (
-        *SMALL,
-        "tent+calibrated.base.steps=3",
-        "one-step+label-shift.gate=5",
-        "early-stopped+map-em.strength=2",
-    )
+    tent = ("tent+calibrated.base.steps=3", "tent+calibrated+label-shift.base.base.steps=3")
+    settings = (*SMALL, *tent, "one-step+label-shift.gate=5", "early-stopped+map-em.strength=2")
     options = [part for setting in settings for part in ("--set", setting)]
     scale = ("--rounds", "2", "--evaluate-every", "2", "--workers", "1", "--set", "evaluate_clients=4")
     said = upfl("train", "fedtta", "digits", "--score", ",".join(COMPOSITE), *options, *scale, "--out", out)
-    yield out, said
+    return out, said
 
 
 def test_a_run_is_scored_under_corrected_personalizers(composite: tuple[Path, Said]) -> None:
@@ -514,14 +510,10 @@ def test_a_mixture_of_families_works_on_a_run(run: Path) -> None:
     assert "gate.label-shift" in facts
 
 
-@pytest.mark.parametrize("error", [ConfigError, RunError])
-def test_a_base_that_was_not_fitted_is_named(run: Path, error: type[Exception]) -> None:
+def test_a_base_that_was_not_fitted_is_named(run: Path) -> None:
     engine = Engine.standing(RunFolder.open(run))
-    client = newcomer(engine.federation, engine.inputs, 0, 0)
     kind = personalizer_class("tent+label-shift")
-    if error is RunError:
-        with pytest.raises(RunError, match=r"calibration\.tent"):
-            kind(engine.training, kind.Hyper()).personalize(engine.published(), client)
-    else:
-        with pytest.raises(ConfigError, match="only a correction"):
-            personalizer_class("label-shift+lame")
+    with pytest.raises(RunError, match=r"calibration\.tent"):
+        kind(engine.training, kind.Hyper()).personalize(
+            engine.published(), newcomer(engine.federation, engine.inputs, 0, 0)
+        )
