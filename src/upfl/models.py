@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,16 @@ def convnet(shape: tuple[int, int, int], classes: int, hidden: int = 512, width:
 def adaptation_model(classes: int, width: int = 32) -> Model:
     """g: a sample's logits to a scalar that says how badly they fit."""
     return mlp(classes, (width, width, width), 1)
+
+
+def describe(model: Model) -> list[dict[str, Any]]:
+    """The layers as data, from which `described` makes the model again."""
+    kinds = {layer: kind for kind, layer in _KINDS.items()}
+    return [{"kind": kinds[type(layer)], **vars(layer)} for layer in model.layers]
+
+
+def described(layers: Iterable[Mapping[str, Any]]) -> Model:
+    return Model(tuple(_KINDS[layer["kind"]](**{k: v for k, v in layer.items() if k != "kind"}) for layer in layers))
 
 
 class Trace:
@@ -589,3 +599,11 @@ class _FlattenPass(_PiecewiseLinear):
 
     def push(self, dx: Tensor) -> Tensor:
         return dx.flatten(1)
+
+
+_KINDS: dict[str, type[Any]] = {
+    "linear": Linear,
+    "convolution": Conv,
+    "relu": Relu,
+    "flatten": Flatten,
+}
