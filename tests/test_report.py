@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,21 @@ from tests.plugin_methods import result, small, upfl
 from upfl import api
 from upfl.data.partition import default_partition
 from upfl.report import figures, formats
-from upfl.report.collect import collect
+from upfl.report.collect import collect, names
 from upfl.report.lines import arrange
 from upfl.report.page import write_report
 from upfl.report.paper import paper_figure
 from upfl.report.statistics import bootstrap, mean_over_seeds, paired, spread
-from upfl.report.tables import Cell, Column, Table, setting_table
+from upfl.report.tables import (
+    Cell,
+    Column,
+    Table,
+    clients_table,
+    cost_table,
+    newcomer_variables,
+    newcomers_table,
+    setting_table,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +309,50 @@ def test_broken_unfinished_and_foreign_runs_are_named_and_the_others_shown(
     assert "upfl resume" in left_out
     for table in sorted((page / "tables").glob("digits*")):
         assert (tmp_path / "out" / "tables" / table.name).read_text() == table.read_text()
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value; of a list, those in its first item."""
+    yield path
+    items = value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["result.json", "newcomers/alpha_new=0.1.json", "diary.json", "environment.json"])
+@pytest.mark.parametrize("wrong", [None, "<x>", -1, 1e308, [], {}], ids=repr)
+def test_whatever_stands_in_a_run_folder_a_report_is_made_or_it_is_named(
+    runs: Path, tmp_path: Path, name: str, wrong: Any
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "fedavg-0", run)
+    good = {
+        "result.json": result(run),
+        "newcomers/alpha_new=0.1.json": {"changes": {"alpha_new": 0.1}, "rows": result(run)["rows"]},
+        "diary.json": [{"row": "tent", "client": 0, "samples": 5, "accuracy": [1.0], "loss": [1.0], "entropy": [1.0]}],
+        "environment.json": json.loads((run / "environment.json").read_text()),
+    }[name]
+    (run / name).parent.mkdir(exist_ok=True)
+    for place in places(good):
+        value = json.loads(json.dumps(good))
+        target = value
+        for key in place[:-1]:
+            target = target[key]
+        if place:
+            target[place[-1]] = wrong
+        (run / name).write_text(json.dumps(value if place else wrong))
+        collected = collect([run])
+        settings = arrange(collected)
+        assert len(settings) + len(collected.left_out) == 1
+        for setting in settings:
+            for table in (
+                setting_table(setting, "t", None),
+                clients_table(setting, "t", None),
+                cost_table(collected.runs, names(collected.runs)),
+                *(newcomers_table(setting, "t", variable) for variable in newcomer_variables(setting)),
+            ):
+                for form in (formats.markdown, formats.latex, formats.to_csv, formats.html):
+                    assert "<x>" not in form(table) or form is not formats.html
 
 
 def test_a_run_that_is_there_twice_counts_once(runs: Path, tmp_path: Path) -> None:

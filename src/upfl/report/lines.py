@@ -115,7 +115,7 @@ class Setting:
         """Whether the scale is that of the paper's experiments, so that its figures may be compared with."""
         config = self.config
         scale = (config.clients_per_round, config.evaluate_clients, config.rounds, config.model)
-        return scale == (None, None, paper()["rounds"][self.dataset], paper_model(self.dataset))
+        return scale == (None, None, paper()["rounds"].get(self.dataset), paper_model(self.dataset))
 
     def figure(self, row: str) -> Figure | None:
         return paper_figure(self.dataset, self.partition, row)

@@ -9,6 +9,7 @@ Every text that comes from a run folder is escaped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -101,12 +102,11 @@ def _page(report: Report, reference: str | None) -> str:
 
 def _stems(settings: Sequence[Setting]) -> list[str]:
     """Names for a setting's files: the data set, numbered where it comes more than once."""
-    found: list[str] = []
-    for setting in settings:
-        count = sum(other.dataset == setting.dataset for other in settings)
-        earlier = sum(stem.rpartition("-")[0] == setting.dataset for stem in found)
-        found.append(f"{setting.dataset}-{earlier + 1}" if count > 1 else setting.dataset)
-    return found
+    plain = [re.sub(r"\W", "_", setting.dataset) for setting in settings]
+    return [
+        f"{name}-{plain[: place + 1].count(name)}" if plain.count(name) > 1 else name
+        for place, name in enumerate(plain)
+    ]
 
 
 def _short(settings: Sequence[Setting], setting: Setting) -> str:
