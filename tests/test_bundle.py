@@ -98,7 +98,7 @@ def test_every_training_goes_out_comes_back_and_personalizes_to_the_same_bits(
 ) -> None:
     run = run_of(name)
     bundle = export(run, tmp_path / "bundle")
-    assert set(bundle.personalizers) == set(run.config.personalize)
+    assert set(bundle.personalizers) == {*run.config.personalize, *(["none"] if name != "fedper" else [])}
     x, later = pixels_of(run), pixels_of(run, 1)
     published = run.published(bundle.manifest.default)
     architecture = next(iter(bundle.training.client_models))
@@ -180,6 +180,7 @@ def test_personalizers_can_be_added_at_export(run_of: Callable[[str], api.Run], 
     run = run_of("fedprox")
     bundle = export(run, tmp_path / "bundle", ["label-shift"])
     assert list(bundle.personalizers) == ["none", "label-shift"]
+    assert list(export(run_of("fedtta-prox"), tmp_path / "tta").personalizers) == ["one-step", "early-stopped", "none"]
     mine = bundle.personalize(pixels_of(run), "label-shift")
     assert sum(mine.diary.mix) == pytest.approx(1)
     assert len(mine.diary.accuracy) == 2

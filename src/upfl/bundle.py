@@ -224,6 +224,7 @@ def class_mix(mine: PersonalModel) -> ClassMix:
 def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
     """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers.
 
+    `none` is always among them, for comparison, where the training has a model for newcomers without personalization.
     `add` names personalizers that the run was not scored under; what they need is fitted here, over the run's clients.
     """
     require_new(out)
@@ -231,7 +232,9 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
     scored = {name: rows[row_name(run.training.name, name)] for name in run.config.personalize}
     default = max(scored, key=lambda name: float(scored[name]["validation"]))
     config, source, published = run.config, run.federation.source, run.published(default)
-    personalizers = {name: config.personalizer_hyper(name) for name in dict.fromkeys([*config.personalize, *add])}
+    plain = ["none"] if run.training.serves_newcomers else []
+    names = dict.fromkeys([*config.personalize, *add, *plain])
+    personalizers = {name: config.personalizer_hyper(name) for name in names}
     if add:
         made = [make_personalizer(name, run.training, hyper) for name, hyper in personalizers.items()]
         with one_thread(), torch.no_grad():
