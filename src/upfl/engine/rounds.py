@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from upfl import data
 from upfl.config import Config
@@ -22,6 +20,7 @@ from upfl.engine.evaluate import Scores, evaluate
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
+from upfl.engine.local import LOSS, train_client, upload_like
 from upfl.errors import BadClientError, ConfigError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
@@ -29,7 +28,6 @@ from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published, Task, Training
 
-LOSS = "engine.loss"  # the engine's own entry in the sum
 LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
 
 
@@ -64,7 +62,8 @@ class Engine:
             self._start()
             if observer:
                 observer.begin(self)
-            total = FixedPointSum(self._upload_like(), self.clients, self.training.scales)
+            like = upload_like(self.training, self.progress.server, self._client(0, 0))
+            total = FixedPointSum(like, self.clients, self.training.scales)
             while self.progress.round < self.config.rounds:
                 metrics = self._round(total, observer)
                 if self.group.leads:
@@ -93,36 +92,24 @@ class Engine:
     def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
         started, round, progress = time.perf_counter(), self.progress.round, self.progress
         participants = self.participants(round)
-        failures = torch.zeros(len(participants), dtype=torch.int64)
-        total.reset(len(participants))
         if observer:
             observer.stage("training")
-        for position, client in self.group.share(list(enumerate(participants))):
-            self.group.check()
-            failures[position] = self._train_client(client, round, total)
-        self.group.sum_(total.buffer)
-        self.group.sum_(failures)
-        total.merged()
-        left_out = [
-            {"client": client, "reason": LEFT_OUT[int(code)]}
-            for client, code in zip(participants, failures, strict=True)
-            if code
-        ]
+        left_out = self._train(participants, round, total)
         if not total.count:
             raise StoppedError(
                 f"round {round + 1}: every one of the {len(participants)} clients had to be left out "
-                f"(the first: {left_out[0]['reason']}); "
+                f"(the first: {next(iter(left_out.values()))}); "
                 + (f"the checkpoint holds round {self._saved}. " if self._saved else "there is no checkpoint yet. ")
                 + "A lower learning rate is the usual cure"
             )
         progress.server = self.training.aggregate(progress.server, total, round)
         progress.round = round + 1
         progress.left_out += len(left_out)
-        self._commit_memory(participants, failures, round)
+        self._commit_memory([client for client in participants if client not in left_out], round)
         metrics: dict[str, Any] = {
             "round": progress.round,
             "clients": total.count,
-            "left_out": left_out,
+            "left_out": [{"client": client, "reason": reason} for client, reason in left_out.items()],
             "loss": float(total[LOSS]) / total.count,
             **self.training.facts(progress.server),
             "train_s": time.perf_counter() - started,
@@ -138,25 +125,29 @@ class Engine:
         chosen = torch.randperm(self.clients, generator=generator(self.config.seed, "participants", round))[:count]
         return sorted(chosen.tolist())
 
+    def _train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        """Have clients train, and form the sum of what they send; returns who was left out, and why."""
+        failures = torch.zeros(len(participants), dtype=torch.int64)
+        total.reset(len(participants))
+        for position, client in self.group.share(list(enumerate(participants))):
+            self.group.check()
+            failures[position] = self._train_client(client, round, total)
+        self.group.sum_(total.buffer)
+        self.group.sum_(failures)
+        total.merged()
+        return {client: LEFT_OUT[int(code)] for client, code in zip(participants, failures, strict=True) if code}
+
     def _train_client(self, id: int, round: int, total: FixedPointSum) -> int:
         """Train one client and add what it sends to the sum; returns 0, or the reason why it was left out."""
-        client, training = self._client(id, round), self.training
-        carry = training.begin(self.progress.server, self.memory(id), client)
-        losses = torch.zeros((), dtype=torch.float64)
-        steps = 0
-        for phase in training.phases(round):
-            for batch in client.phase(phase):
-                carry, loss = phase.step(carry, batch, round)
-                losses += loss.detach().cpu()
-                steps += 1
-        if not losses.isfinite():
-            return 1
-        up, memory = training.finish(self.progress.server, carry, client)
         try:
-            total.add(ChainMap({LOSS: losses / steps}, up))  # type: ignore[arg-type]
+            up, memory = train_client(self.training, self.progress.server, self.memory(id), self._client(id, round))
+        except BadClientError:
+            return 1
+        try:
+            total.add(up)
         except BadClientError:
             return 2
-        if training.remembers:
+        if self.training.remembers:
             self.folder.save_memory(id, round, memory)
         return 0
 
@@ -169,33 +160,20 @@ class Engine:
             return self.folder.load_memory(id, version, self.device)
         return self.training.memory(self._client(id, 0))
 
-    def _commit_memory(self, participants: list[int], failures: Tensor, round: int) -> None:
+    def _commit_memory(self, counted: list[int], round: int) -> None:
         if not self.training.remembers:
             return
-        for client, code in zip(participants, failures, strict=True):
-            if not code:
-                if (old := int(self.progress.memory_rounds[client])) >= 0:
-                    self._superseded.append((client, old))
-                self.progress.memory_rounds[client] = round
+        for client in counted:
+            if (old := int(self.progress.memory_rounds[client])) >= 0:
+                self._superseded.append((client, old))
+            self.progress.memory_rounds[client] = round
 
     def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
         started = time.perf_counter()
         published = self._published()
         improved, rows = False, {}
-        for name, personalizer in self.personalizers.items():
+        for name, scores in self._score(published, observer).items():
             row = row_name(self.training.name, name)
-            if observer:
-                observer.stage(f"scoring {row}")
-            scores = evaluate(
-                self.federation,
-                self.inputs,
-                personalizer,
-                published,
-                self.config.seed,
-                self.group,
-                lambda id: self.memory(id) if self.training.remembers else None,
-                self.config.evaluate_clients,
-            )
             rows[row] = {
                 "validation": scores.validation,
                 "test": scores.test,
@@ -206,6 +184,24 @@ class Engine:
         if improved and self.group.leads:
             self.folder.save_best(published)
         return {"rows": rows, "evaluate_s": time.perf_counter() - started}
+
+    def _score(self, published: Published, observer: Observer | None) -> dict[str, Scores]:
+        """Every personalizer's scores on every client."""
+        scores = {}
+        for name, personalizer in self.personalizers.items():
+            if observer:
+                observer.stage(f"scoring {row_name(self.training.name, name)}")
+            scores[name] = evaluate(
+                self.federation,
+                self.inputs,
+                personalizer,
+                published,
+                self.config.seed,
+                self.group,
+                lambda id: self.memory(id) if self.training.remembers else None,
+                self.config.evaluate_clients,
+            )
+        return scores
 
     def _published(self) -> Published:
         members = _Members(self) if self.training.publishes_memory else ()
@@ -266,12 +262,6 @@ class Engine:
 
     def _client(self, id: int, round: int) -> LocalClient:
         return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
-
-    def _upload_like(self) -> Mapping[str, Tensor]:
-        """What a client sends, by name, shape and type: that of a client that has not trained."""
-        client, server = self._client(0, 0), self.progress.server
-        up, _ = self.training.finish(server, self.training.begin(server, self.training.memory(client), client), client)
-        return ChainMap({LOSS: torch.zeros((), dtype=torch.float64)}, up)  # type: ignore[arg-type]
 
 
 class _Members(Sequence[State]):
