@@ -37,7 +37,7 @@ from upfl.methods import PERSONALIZERS, TRAININGS, register
 from upfl.personalize.base import Personalized, Unlabelled
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
-from upfl.training.base import Batch, Client, Published, Start, Total
+from upfl.training.base import Batch, Client, Published, Total
 from upfl.training.fedavg import FedAvg
 
 FAULTS = "UPFL_TEST_FAULTS"
@@ -116,11 +116,11 @@ class Counting(FedAvg):
     def publish(self, server: State) -> State:
         return {name: value for name, value in server.items() if name.startswith("psi.")}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
         params = self.model.layout(select(published.state, "psi"))
         if memory is not None:  # what a training client remembers shows in its validation
             params = params | {name: value + 0.01 * memory["drift"] for name, value in params.items()}
-        return Start(params, self.model.apply)
+        return params
 
 
 class Fragile(Nothing):

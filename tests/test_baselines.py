@@ -803,8 +803,8 @@ def test_fedsr_predicts_the_mean_probability_of_twenty_seeded_samples(case: Case
     server, x = training.init(generator(1, "server")), case.x(9, 3, torch.float32)
     overheard = Overheard(training.classifier)
     training.classifier = overheard  # type: ignore[assignment]
-    start = training.start(Published(server, 3), x, None)
-    log_p = start.logits(start.params, x)
+    params = training.start(Published(server, 3), x, None)
+    log_p = training.logits(params, x)
     psi = select(server, "psi")
     m, sigma = forward_gaussian(psi, x)
     samples = torch.stack(overheard.heard)
@@ -817,8 +817,8 @@ def test_fedsr_predicts_the_mean_probability_of_twenty_seeded_samples(case: Case
     assert not torch.allclose(eps[0], eps[1], atol=0.1)
     torch.manual_seed(99)
     again = training.start(Published(server, 7), x, None)
-    assert torch.equal(again.logits(again.params, x), log_p), "a prediction depends on what was drawn before it"
-    torch.testing.assert_close(start.logits(start.params, x[4:5]), log_p[4:5], rtol=1e-4, atol=1e-5)
+    assert torch.equal(training.logits(again, x), log_p), "a prediction depends on what was drawn before it"
+    torch.testing.assert_close(training.logits(params, x[4:5]), log_p[4:5], rtol=1e-4, atol=1e-5)
 
 
 # FedPer and the rows that stand on it
@@ -1089,11 +1089,11 @@ def test_an_odpfl_hn_newcomers_model_is_made_from_its_data_in_any_order(case: Ca
     expected = forward_hypernetwork(server, case, x)
     by_chunks = training.generate(server, [x[:1], x[1:500], x[500:]])
     turned = x[torch.randperm(700, generator=generator(5))]
-    for theta in (training.start(published, x, None).params, training.start(published, turned, None).params, by_chunks):
+    for theta in (training.start(published, x, None), training.start(published, turned, None), by_chunks):
         assert distance(theta, expected) < 1e-5
-    assert distance(training.start(published, x[:256], None).params, expected) > 1e-4, "the data makes no difference"
-    start = training.start(published, x, None)
-    torch.testing.assert_close(start.logits(start.params, x), case.forward(expected, x), rtol=1e-3, atol=1e-4)
+    assert distance(training.start(published, x[:256], None), expected) > 1e-4, "the data makes no difference"
+    theta = training.start(published, x, None)
+    torch.testing.assert_close(training.logits(theta, x), case.forward(expected, x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("model", "millions"), [(CIFAR10, 218), (FEMNIST, 667)], ids=["cifar10", "femnist"])

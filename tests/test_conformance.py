@@ -36,7 +36,7 @@ from upfl.models import mlp
 from upfl.personalize.base import Personalized, Personalizer, Unlabelled
 from upfl.randomness import generator
 from upfl.state import State, select
-from upfl.training.base import Batch, Client, Published, Start, Task, Training
+from upfl.training.base import Batch, Client, Published, Task, Training
 from upfl.training.fedavg import FedAvg
 
 CPU = torch.device("cpu")
@@ -64,10 +64,9 @@ class Remembering(FedAvg):
         memory = {name: carry[name].contiguous() for name in self._own()}
         return up | {"taking_part": torch.tensor(1)}, memory | {"rounds": carry["rounds"] + 1}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        start = super().start(published, x, memory)
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
         own = {name: memory[name] for name in self._own()} if memory else {}
-        return Start(start.params | select(own, "psi"), start.logits)
+        return super().start(published, x, memory) | select(own, "psi")
 
     def _own(self) -> list[str]:
         return [f"psi.{name}" for name in self.model[-1:].shapes]
@@ -657,9 +656,9 @@ def test_before_is_the_published_model(name: str, personalizer: str, parts: Part
     if not parts.training.serves_newcomers:  # there is no model before: the members' models are all there is
         assert torch.equal(personalized.before, personalized.logits)
         return
-    start = parts.training.start(parts.published, client.x, None)
     with torch.no_grad():
-        torch.testing.assert_close(personalized.before, start.logits(start.params, client.x), rtol=1e-4, atol=1e-5)
+        logits = parts.training.logits(parts.training.start(parts.published, client.x, None), client.x)
+    torch.testing.assert_close(personalized.before, logits, rtol=1e-4, atol=1e-5)
 
 
 @of_every_pair

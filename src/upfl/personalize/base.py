@@ -8,7 +8,7 @@ newcomer (which has none).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -34,6 +34,15 @@ class Unlabelled:
         return generator(self.seed, "personalize", self.id, purpose)
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """An accuracy that was estimated without labels, with its interval; fractions."""
+
+    value: float
+    low: float
+    high: float
+
+
 @dataclass
 class Diary:
     """What a personalizer saw and did: one entry before the first step and one after each."""
@@ -42,16 +51,44 @@ class Diary:
     loss: list[float] = field(default_factory=list)  # what the steps minimise
     steps: int = 0  # steps behind the model that was kept
     decision: str = ""
+    mix: list[float] = field(default_factory=list)  # each class's share of the samples, where it was estimated
+    accuracy: list[Estimate] = field(default_factory=list)  # before and after, where it was estimated
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A client's own model: logits(x) = mean over its parameter sets of the training's logits / temperature + bias.
+
+    All but the training's function is data, so that the model can be stored and sent.
+    """
+
+    training: Training[Any]
+    params: Sequence[State]  # one set, but for ensembles, which may make theirs when they are asked for
+    temperature: float = 1.0
+    bias: Tensor | None = None  # one value for each class
+
+    def logits(self, x: Tensor) -> Tensor:
+        total = all_logits(self.training.logits, self.params[0], x)
+        for i in range(1, len(self.params)):
+            total = total + all_logits(self.training.logits, self.params[i], x)
+        mean = total / (len(self.params) * self.temperature)
+        return mean if self.bias is None else mean + self.bias
 
 
 @dataclass(frozen=True)
 class Personalized:
-    """A client's own predictor: logits on the client's data before and after, and a function for later data."""
+    """What a client has come to: logits on its own data before and after, and its predictor for later data.
+
+    `logits` may know more than the predictor does, as they were found for all of the client's samples together.
+    """
 
     before: Tensor
     logits: Tensor
-    predict_logits: Callable[[Tensor], Tensor]
+    predictor: Predictor
     diary: Diary
+
+    def predict_logits(self, x: Tensor) -> Tensor:
+        return self.predictor.logits(x)
 
     def predict(self, x: Tensor) -> Tensor:
         """The most probable class of each sample."""

@@ -23,13 +23,14 @@ from upfl.personalize.base import (
     Diary,
     Personalized,
     Personalizer,
+    Predictor,
     Unlabelled,
     all_logits,
     entropy,
     summed_gradient,
 )
 from upfl.state import State, select
-from upfl.training.base import Hyper, Published, Start, Training
+from upfl.training.base import Hyper, Published, Training
 from upfl.training.fedtta import FedTTA
 from upfl.training.local import sgd_
 
@@ -58,11 +59,11 @@ class _Guided(Personalizer[H]):
             return None
         return f"it needs the adaptation model that FedTTA's trainings learn, and {training.name} learns none"
 
-    def step(self, start: Start, phi: State, psi: State, x: Tensor, round: int) -> tuple[Tensor, float, State]:
+    def step(self, phi: State, psi: State, x: Tensor, round: int) -> tuple[Tensor, float, State]:
         """The logits and l_per of psi, and psi after a step."""
         training: Any = self.training
         hyper, g = training.hyper, training.g
-        logits, squares, gradient = summed_gradient(lambda z: g.apply(phi, z).square(), start.logits, psi, x)
+        logits, squares, gradient = summed_gradient(lambda z: g.apply(phi, z).square(), training.logits, psi, x)
         l_per = _scaled(squares.item(), len(x))
         scale = min(len(x), TRAINING_BATCH) / (2 * l_per * len(x))
         stepped = {name: value.clone() for name, value in psi.items()}
@@ -88,12 +89,12 @@ class OneStep(_Guided[OneStepHyper]):
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         start, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
-        before, l_per, psi = self.step(start, phi, start.params, client.x, published.round)
-        logits = all_logits(start.logits, psi, client.x)
+        before, l_per, psi = self.step(phi, start, client.x, published.round)
+        logits = all_logits(self.training.logits, psi, client.x)
         entropies = [entropy(before).mean().item(), entropy(logits).mean().item()]
         losses = [l_per, self.loss(phi, logits)]
         diary = Diary(entropies, losses, steps=1, decision="one step, always")
-        return Personalized(before, logits, lambda x: all_logits(start.logits, psi, x), diary)
+        return Personalized(before, logits, Predictor(self.training, [psi]), diary)
 
 
 class EarlyStopped(_Guided[EarlyStoppedHyper]):
@@ -103,11 +104,11 @@ class EarlyStopped(_Guided[EarlyStoppedHyper]):
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         hyper = self.hyper
-        start, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
-        diary, psi, waited = Diary(), start.params, 0
+        psi, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
+        diary, waited = Diary(), 0
         least, best, best_logits, before = math.inf, psi, None, None
         for taken in range(hyper.steps + 1):
-            logits, l_per, stepped = self.step(start, phi, psi, client.x, published.round)
+            logits, l_per, stepped = self.step(phi, psi, client.x, published.round)
             before = logits if before is None else before
             diary.loss.append(l_per)
             diary.entropy.append(entropy(logits).mean().item())
@@ -126,4 +127,4 @@ class EarlyStopped(_Guided[EarlyStoppedHyper]):
         if best_logits is None:  # no entropy was finite: the unadapted model is all there is
             best_logits = before
         diary.decision = f"least entropy after {diary.steps} of {len(diary.entropy) - 1} steps"
-        return Personalized(before, best_logits, lambda x: all_logits(start.logits, best, x), diary)
+        return Personalized(before, best_logits, Predictor(self.training, [best]), diary)

@@ -1,6 +1,6 @@
 """No personalization: the model as it is published. The row of every method that only trains."""
 
-from upfl.personalize.base import Diary, Personalized, Personalizer, Unlabelled, all_logits, entropy
+from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, entropy
 from upfl.state import State
 from upfl.training.base import Hyper, Published
 
@@ -15,7 +15,7 @@ class Nothing(Personalizer[NothingHyper]):
     Hyper = NothingHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        start = self.training.start(published, client.x, memory)
-        logits = all_logits(start.logits, start.params, client.x)
+        predictor = Predictor(self.training, [self.training.start(published, client.x, memory)])
+        logits = predictor.logits(client.x)
         diary = Diary(entropy=[entropy(logits).mean().item()], decision="the published model, unchanged")
-        return Personalized(logits, logits, lambda x: all_logits(start.logits, start.params, x), diary)
+        return Personalized(logits, logits, predictor, diary)

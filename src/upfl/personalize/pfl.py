@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upfl.personalize.base import Diary, Personalized, Personalizer, Unlabelled, all_logits, entropy
+from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, entropy
 from upfl.state import State
-from upfl.training.base import Hyper, Published, Start, Training
+from upfl.training.base import Hyper, Published, Training
 
 
 class PFLHyper(Hyper):
@@ -38,14 +38,16 @@ class _Members(Personalizer[PFLHyper]):
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         if memory is not None:
-            starts: Sequence[Start] = [self.training.start(published, client.x, memory)]
+            models: Sequence[State] = [self.training.start(published, client.x, memory)]
             decision = "the client's own model"
         else:
-            starts = _Lazy(self.training, published, client.x, self.choose(published, client))
-            decision = self.describe([starts.members[i] for i in range(len(starts))])
-        logits = _mean_logits(starts, client.x)
+            members = self.choose(published, client)
+            models = _Lazy(self.training, published, client.x, members)
+            decision = self.describe(members)
+        predictor = Predictor(self.training, models)
+        logits = predictor.logits(client.x)
         diary = Diary(entropy=[entropy(logits).mean().item()], decision=decision)
-        return Personalized(logits, logits, lambda x: _mean_logits(starts, x), diary)
+        return Personalized(logits, logits, predictor, diary)
 
     @abstractmethod
     def choose(self, published: Published, client: Unlabelled) -> list[int]:
@@ -77,7 +79,7 @@ class Ensemble(_Members):
         return f"the mean of the logits of {len(members)} training clients' models"
 
 
-class _Lazy(Sequence[Start]):
+class _Lazy(Sequence[State]):
     """Members' models, made when they are used: all of them at once would not fit into memory."""
 
     def __init__(self, training: Training[Any], published: Published, x: Tensor, members: list[int]) -> None:
@@ -88,11 +90,3 @@ class _Lazy(Sequence[Start]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.training.start(self.published, self.x, self.published.members[self.members[index]])
-
-
-def _mean_logits(starts: Sequence[Start], x: Tensor) -> Tensor:
-    total = torch.zeros(())
-    for i in range(len(starts)):
-        start = starts[i]
-        total = total + all_logits(start.logits, start.params, x)
-    return total / len(starts)

@@ -20,6 +20,7 @@ from upfl.personalize.base import (
     Diary,
     Personalized,
     Personalizer,
+    Predictor,
     Unlabelled,
     all_logits,
     entropy,
@@ -49,25 +50,23 @@ class Tent(Personalizer[TentHyper]):
             raise ConfigError("tent.parameters = 'norm': the model has no normalisation layers; take 'all' or 'last'")
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        hyper, start = self.hyper, self.training.start(published, client.x, memory)
-        lr = self.training.local_rate(published.round) if hyper.lr is None else hyper.lr
-        psi = {name: value.clone() for name, value in start.params.items()}
+        hyper, training = self.hyper, self.training
+        lr = training.local_rate(published.round) if hyper.lr is None else hyper.lr
+        psi = {name: value.clone() for name, value in training.start(published, client.x, memory).items()}
         adapted = {name: psi[name] for name in _chosen(psi, hyper.parameters)}
         diary = Diary(steps=hyper.steps, decision=f"{hyper.steps} step(s) down the entropy, as configured")
         before = None
         for _ in range(hyper.steps):
-            logits, total, gradient = summed_gradient(entropy, start.logits, psi, client.x)
+            logits, total, gradient = summed_gradient(entropy, training.logits, psi, client.x)
             before = logits if before is None else before
             diary.entropy.append(total.item() / len(client.x))
             diary.loss.append(diary.entropy[-1] / math.log(2))
             in_bits = {name: gradient[name] / (len(client.x) * math.log(2)) for name in adapted}
             sgd_(adapted, in_bits, lr, hyper.weight_decay, hyper.clip)
-        logits = all_logits(start.logits, psi, client.x)
+        logits = all_logits(training.logits, psi, client.x)
         diary.entropy.append(entropy(logits).mean().item())
         diary.loss.append(diary.entropy[-1] / math.log(2))
-        return Personalized(
-            logits if before is None else before, logits, lambda x: all_logits(start.logits, psi, x), diary
-        )
+        return Personalized(logits if before is None else before, logits, Predictor(training, [psi]), diary)
 
 
 def _chosen(psi: Iterable[str], which: str) -> list[str]:

@@ -143,14 +143,6 @@ class Published:
     fitted: State = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Start:
-    """The model a client has before it personalizes: parameters, and logits as a differentiable function of them."""
-
-    params: State
-    logits: Callable[[State, Tensor], Tensor]
-
-
 H = TypeVar("H", bound=Hyper)
 
 
@@ -198,11 +190,18 @@ class Training(ABC, Generic[H]):
         return server
 
     @abstractmethod
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        """The model before personalization: of a newcomer (no memory) or of a training client (its own).
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+        """The parameters of the model before personalization: a newcomer's (no memory) or a training client's own.
 
         x is the client's unlabelled data; most trainings give everyone the same model and do not look at it.
         """
+
+    def logits(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model says about x, as a differentiable function of its parameters.
+
+        The parameters are all that tells one client's model from another's, so that a personalized model can be stored.
+        """
+        return self.model.apply(params, x)
 
     @property
     def size(self) -> int:
@@ -249,5 +248,5 @@ class LocalTraining(Training[L]):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        return Start(self.model.layout(select(published.state, "psi")), self.model.apply)
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+        return self.model.layout(select(published.state, "psi"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from upfl.models import Conv, Linear
 from upfl.state import State, select
-from upfl.training.base import Client, Published, Start, Task
+from upfl.training.base import Client, Published, Task
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 
@@ -46,10 +46,10 @@ class FedPer(FedAvg):
         up, _ = super().finish(server, carry, client)
         return up, {f"psi.{name}": carry[f"psi.{name}"].contiguous() for name in sorted(self.personal)}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
         assert memory is not None, "FedPer has no model for a client that did not train"
         own = {name: value.to(x.device) for name, value in memory.items()}
-        return Start(self.model.layout(select(self._ordered(published.state | own), "psi")), self.model.apply)
+        return self.model.layout(select(self._ordered(published.state | own), "psi"))
 
     def _ordered(self, state: State) -> State:
         return {f"psi.{name}": state[f"psi.{name}"] for name in self.model.shapes}

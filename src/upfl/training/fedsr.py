@@ -25,7 +25,7 @@ from upfl.errors import ConfigError
 from upfl.models import Conv, Layer, Linear, Model, Relu
 from upfl.randomness import generator as named_generator
 from upfl.state import State, contiguous, prefixed, select
-from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Noise, Phase, Published, Start, Task
+from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Noise, Phase, Task
 from upfl.training.local import clip_, gradients, sgd_
 
 SAMPLES = 20
@@ -49,6 +49,7 @@ class FedSR(LocalTraining[FedSRHyper]):
         self.encoder, self.classifier = _gaussian(task.model)
         self.model = Model((*self.encoder.layers, *self.classifier.layers))
         self.features = next(layer.inputs for layer in self.classifier.layers if isinstance(layer, Linear))
+        self.eps = torch.randn(SAMPLES, 1, self.features, generator=named_generator("fedsr", "prediction"))
 
     def memory(self, client: Client) -> State:
         reference = (self.task.classes, self.features)
@@ -94,15 +95,11 @@ class FedSR(LocalTraining[FedSRHyper]):
         up, _ = super().finish(server, carry, client)
         return up, contiguous(select(carry, "own"))
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        eps = torch.randn(SAMPLES, 1, self.features, generator=named_generator("fedsr", "prediction")).to(x.device)
-
-        def logits(psi: State, x: Tensor) -> Tensor:
-            m, sigma = self.represent(psi, x)
-            log_p = torch.stack([self.classifier.apply(psi, m + sigma * e).log_softmax(1) for e in eps])
-            return log_p.logsumexp(0) - math.log(SAMPLES)
-
-        return Start(self.model.layout(select(published.state, "psi")), logits)
+    def logits(self, params: State, x: Tensor) -> Tensor:
+        m, sigma = self.represent(params, x)
+        eps = self.eps.to(x.device)
+        log_p = torch.stack([self.classifier.apply(params, m + sigma * e).log_softmax(1) for e in eps])
+        return log_p.logsumexp(0) - math.log(SAMPLES)
 
     def local_rate(self, round: int) -> float:
         return self.hyper.rate(self.hyper.lr, round)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
 from upfl.state import State, norm, prefixed, select
-from upfl.training.base import Client, Published, Start, Task, Total
+from upfl.training.base import Client, Published, Task, Total
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256
@@ -125,9 +125,8 @@ class OdpflHn(FedAvg):
                 value.sub_(total.mean(name).to(value.device), alpha=rate * scale)
         return server
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> Start:
-        theta = self.generate(published.state, list(x.split(CHUNK)))  # type: ignore[no-untyped-call]
-        return Start(self.model.layout(theta), self.model.apply)
+    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+        return self.model.layout(self.generate(published.state, list(x.split(CHUNK))))  # type: ignore[no-untyped-call]
 
     @property
     def size(self) -> int:
