@@ -1,0 +1,341 @@
+"""A user's own files: images in a folder, NumPy arrays, idx files; with labels or without.
+
+    folder of images    PNG, JPEG, GIF, BMP, TIFF, WebP, PPM; sub-folders too; with labels: one sub-folder a class
+    a single image      one sample
+    .npy, .npz          [n, h, w], [n, h, w, c], [n, c, h, w], or rows of h * w grey values; never pickled objects. An
+                        .npz holds them as `x` (or as its only array), and labels as `y`
+    idx, idx.gz         MNIST's format; with labels: the file, or a folder with it, and `...labels-idx1-ubyte` beside
+
+Integers run from 0 to `scale` (255 unless the data set says otherwise), floats from 0 to 1, image files from 0 to 255.
+
+Every image must have the model's size: nothing is resized. Grey images serve a model of colours, as grey is a colour;
+colours are refused by a model of greys, unless red, green and blue are equal. A file that is no image is left out and
+named; an image that is damaged or does not fit is an error. Names that begin with a dot do not count, links to files
+are followed, links to folders are not. What is read is bounded: the size in an image's header is checked before its
+pixels are decoded, and no array may be larger than `LARGEST`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from rich.console import Console
+from rich.progress import track
+
+from upfl.data.formats import Shape, idx
+from upfl.errors import DataError
+from upfl.suggest import unknown
+
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
+SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"}
+LARGEST = 2**32  # bytes of one array
+IDX_IMAGES, IDX_LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a user's files hold, ready to be normalized."""
+
+    images: NDArray[Any]  # [n, channels, height, width]: bytes, or floats in [0, 1]
+    scale: float  # the value of full intensity
+    names: tuple[str, ...]  # of each sample: its file, relative to the folder, or its number
+    labels: NDArray[np.int64] | None = None
+    skipped: tuple[str, ...] = ()  # files that are no images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def load_unlabelled(path: str | Path, shape: Shape, scale: float = 255.0) -> Samples:
+    """The samples in a file or a folder, for a model that takes images of a shape (channels, height, width)."""
+    path = _existing(path)
+    if path.is_dir():
+        images = list(_files_below(path))
+        if not any(_looks_like_image(file) for file in images) and (found := _idx_images(path)):
+            return _load_idx(found, shape, scale)
+        return _load_images(path, images, shape)
+    if path.suffix in (".npy", ".npz"):
+        arrays = _arrays(path)
+        name = "x" if "x" in arrays else next(iter(arrays), None) if len(arrays) == 1 else None
+        if name is None:
+            raise DataError(f"{path}: has the arrays {', '.join(sorted(arrays)) or '(none)'}; name the images `x`")
+        return from_array(arrays[name], shape, scale, str(path))
+    if _is_idx(path):
+        return _load_idx(path, shape, scale)
+    return _load_images(path.parent, [path], shape)
+
+
+def load_labelled(path: str | Path, shape: Shape, class_names: Sequence[str], scale: float = 255.0) -> Samples:
+    """The samples with their labels, as numbers in the order of `class_names`."""
+    path = _existing(path)
+    if path.is_dir() and (found := _idx_images(path)):
+        path = found
+    if path.is_dir():
+        samples = _load_images(path, list(_files_below(path)), shape)
+        numbers = {name: number for number, name in enumerate(class_names)}
+        labels = []
+        for name in samples.names:
+            folder, below, _ = name.partition("/")
+            if not below:
+                raise DataError(f"{path / name}: has no label; put every image into a sub-folder with its class's name")
+            if folder not in numbers:
+                raise DataError(f"{path / folder}: {unknown('class', folder, class_names)}")
+            labels.append(numbers[folder])
+        return replace(samples, labels=np.array(labels, np.int64))
+    if path.suffix == ".npz":
+        arrays = _arrays(path)
+        if missing := {"x", "y"} - arrays.keys():
+            raise DataError(f"{path}: there is no array {' and no array '.join(sorted(missing))}")
+        samples, labels_file, given = from_array(arrays["x"], shape, scale, str(path)), path, arrays["y"]
+    elif path.suffix != ".npy" and _is_idx(path):
+        samples, labels_file = _load_idx(path, shape, scale), _beside(path)
+        given = _idx_columns(labels_file, shape).get("labels", np.empty(0, np.uint8))
+    else:
+        raise DataError(f"{path}: holds no labels; give a folder with a sub-folder a class, an .npz, or idx files")
+    return replace(samples, labels=_checked_labels(given, len(samples), len(class_names), labels_file))
+
+
+def from_array(array: ArrayLike, shape: Shape, scale: float = 255.0, where: str = "x") -> Samples:
+    """Samples from an array of integers in [0, scale] or floats in [0, 1]; `where` names it in errors."""
+    values = np.asarray(array)
+    channels, height, width = shape
+    if values.ndim == 4 and values.shape[1:] == (height, width, channels):
+        images = np.moveaxis(values, 3, 1)
+    elif values.ndim == 4 and values.shape[1:] == shape:
+        images = values
+    elif channels == 1 and values.shape[1:] in ((height, width), (height * width,)) and values.ndim > 1:
+        images = values.reshape(-1, 1, height, width)
+    else:
+        of = "grey values" if channels == 1 else f"{channels} channels"
+        raise DataError(
+            f"{where}: an array of shape {list(values.shape)}; the model takes images of {height} x {width} pixels "
+            f"with {of}: {_shapes_in_words(shape)}"
+        )
+    if not len(images):
+        raise DataError(f"{where}: there are no samples in it")
+    if values.dtype.kind in "iu":
+        dtype: np.dtype[Any] = np.dtype(np.uint8)
+        largest, kind = scale, f"integers from 0 to {scale:g}"
+    elif values.dtype.kind == "f":
+        largest, kind, dtype = 1.0, "floats from 0 to 1", np.dtype(np.float32)
+    else:
+        raise DataError(f"{where}: values of type {values.dtype}; give integers from 0 to {scale:g}, or floats to 1")
+    # Written so that NaN is wrong, too.
+    if wrong := np.flatnonzero(~((images >= 0) & (images <= largest)).all(axis=(1, 2, 3))).tolist():
+        sample = images[wrong[0]]
+        found = "a value that is not a number" if np.isnan(sample).any() else f"[{sample.min():g}, {sample.max():g}]"
+        raise DataError(f"{where}: sample {wrong[0]} has {found}, and {len(wrong)} do not fit: give {kind}")
+    names = tuple(str(number) for number in range(len(images)))
+    return Samples(np.ascontiguousarray(images, dtype), largest, names)
+
+
+def _shapes_in_words(shape: Shape) -> str:
+    channels, height, width = shape
+    both = f"[n, {height}, {width}, {channels}] or [n, {channels}, {height}, {width}]"
+    return f"[n, {height}, {width}], [n, {height * width}], {both}" if channels == 1 else both
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path).expanduser()
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise DataError(f"{path}: neither a file nor a folder")
+    return path
+
+
+# Images
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All files, sub-folders' too, in the order of their names."""
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        yield from (Path(parent, name) for name in sorted([*files, *links]) if not name.startswith("."))
+
+
+def _looks_like_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def _load_images(folder: Path, files: list[Path], shape: Shape) -> Samples:
+    if shape[0] not in (1, 3):
+        raise DataError(
+            f"{folder}: image files have one channel or three, the model takes {shape[0]}: give an .npy file"
+        )
+    console = Console(stderr=True)
+    quiet = len(files) < 1000 or not console.is_terminal
+    images, names, skipped, wrong = [], [], [], []
+    for file in track(files, "reading images", console=console, transient=True, disable=quiet):
+        name = file.relative_to(folder).as_posix()
+        try:
+            images.append(_image(file, shape))
+            names.append(name)
+        except _NotAnImageError:
+            skipped.append(name)
+        except DataError as error:
+            wrong.append(str(error))
+    if wrong:
+        more = [f"and {len(wrong) - 3} more images do not fit"] if len(wrong) > 3 else []
+        raise DataError("\n".join([*wrong[:3], *more]))
+    if not images:
+        found = f" (found {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''})" if skipped else ""
+        raise DataError(f"{files[0] if len(files) == 1 else folder}: there are no images in it{found}")
+    return Samples(np.stack(images), 255.0, tuple(names), skipped=tuple(skipped))
+
+
+class _NotAnImageError(Exception):
+    """A file of another kind."""
+
+
+def _image(path: Path, shape: Shape) -> NDArray[np.uint8]:
+    from PIL import Image, ImageOps, UnidentifiedImageError  # here, because arrays do not need it
+
+    channels, height, width = shape
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _NotAnImageError
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.filterwarnings("ignore", category=UserWarning)  # odd metadata; the pixels are what counts
+            with Image.open(path, formats=FORMATS) as image:
+                # Turned photographs say so in their metadata; sides may change places.
+                if sorted(image.size) != sorted((width, height)):
+                    raise _unlike(path, image.size, shape)
+                if getattr(image, "n_frames", 1) > 1:
+                    raise DataError(f"{path}: has several frames; save the one that is meant as an image of its own")
+                if image.mode.startswith(("I", "F")):
+                    raise DataError(f"{path}: has more than 8 bits a channel ({image.mode}); save it with 8")
+                image.load()
+                upright = ImageOps.exif_transpose(image)
+                if upright.size != (width, height):
+                    raise _unlike(path, upright.size, shape)
+                if upright.has_transparency_data and np.asarray(upright.convert("RGBA"))[..., 3].min() < 255:
+                    raise DataError(f"{path}: is transparent in parts; save it without transparency")
+                grey = channels == 1 and upright.mode in ("1", "L", "LA")
+                pixels = np.asarray(upright.convert("L" if grey else "RGB"))
+    except UnidentifiedImageError as error:
+        if _looks_like_image(path):
+            raise DataError(f"{path}: is not the image that its name says, or is damaged") from error
+        raise _NotAnImageError from error
+    except FileNotFoundError as error:  # a link to nothing
+        raise _NotAnImageError from error
+    except (DataError, _NotAnImageError):
+        raise
+    except Exception as error:  # Pillow's readers fail in many ways on damaged bytes, and refuse bombs
+        raise DataError(f"{path}: cannot be read: it is truncated, damaged or far too large ({error})") from error
+    if pixels.ndim == 2:
+        return pixels[None]
+    if channels == 1:
+        if (pixels != pixels[..., :1]).any():
+            raise DataError(f"{path}: is in colour; the model takes grey images")
+        return np.ascontiguousarray(pixels[None, ..., 0])
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _unlike(path: Path, size: tuple[int, int], shape: Shape) -> DataError:
+    return DataError(
+        f"{path}: has {size[0]} x {size[1]} pixels (width x height); the model takes {shape[2]} x {shape[1]}"
+    )
+
+
+# Arrays
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npy (as `x`) or an .npz file."""
+    try:
+        if path.suffix == ".npy":
+            # Mapped, so that a header which announces more than there is has nothing allocated for it.
+            return {"x": np.load(path, mmap_mode="r", allow_pickle=False)}
+        with zipfile.ZipFile(path) as archive:
+            if (size := sum(member.file_size for member in archive.infolist())) > LARGEST:
+                raise DataError(f"{path}: holds {size / 2**30:.1f} GiB; give it in parts of at most {LARGEST >> 30}")
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: np.asarray(stored[name]) for name in stored.files}
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # NumPy's reader fails in many ways on damaged bytes
+        pickled = any(words in str(error) for words in ("Object arrays", "allow_pickle", "Python objects"))
+        reason = "holds pickled objects, which are never read" if pickled else f"not a NumPy file, or damaged ({error})"
+        raise DataError(f"{path}: {reason}") from error
+
+
+def _checked_labels(labels: NDArray[Any], count: int, classes: int, path: Path) -> NDArray[np.int64]:
+    if labels.shape != (count,) or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: {count} images need as many whole numbers as labels; found {labels.dtype} {list(labels.shape)}"
+        )
+    if count and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        raise DataError(f"{path}: labels from {labels.min()} to {labels.max()}; there are {classes} classes, from 0")
+    return labels.astype(np.int64)
+
+
+# idx files
+
+
+def _idx_images(folder: Path) -> Path | None:
+    """The one file of idx images in a folder, if there is one."""
+    found = sorted(path for path in folder.iterdir() if IDX_IMAGES in path.name and path.is_file())
+    if len(found) > 1:
+        raise DataError(f"{folder}: has several files of images; name one: {', '.join(path.name for path in found)}")
+    return found[0] if found else None
+
+
+def _beside(images: Path) -> Path:
+    labels = images.with_name(images.name.replace(IDX_IMAGES, IDX_LABELS))
+    if labels == images or not labels.is_file():
+        raise DataError(f"{images}: its labels are not beside it ({labels.name if labels != images else IDX_LABELS})")
+    return labels
+
+
+def _is_idx(path: Path) -> bool:
+    if IDX_IMAGES in path.name:
+        return True
+    try:
+        with _opened(path) as stream:
+            return bool(stream.read(3) == b"\0\0\x08")
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def _load_idx(path: Path, shape: Shape, scale: float) -> Samples:
+    columns = _idx_columns(path, shape)
+    if "images" not in columns:
+        raise DataError(f"{path}: holds labels, not images")
+    return from_array(columns["images"], shape, scale, str(path))
+
+
+def _idx_columns(path: Path, shape: Shape) -> dict[str, NDArray[Any]]:
+    try:
+        with _opened(path) as stream:
+            content = stream.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it holds more than {LARGEST >> 30} GiB")
+        return idx(content, (1, *shape[1:]))
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"{path}: cannot be used: {error}") from error
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
