@@ -73,16 +73,16 @@ def evaluate(
             indices = federation.training.validation(i)
             if len(indices):
                 client = validation_client(federation, inputs, seed, i)
-                training[i] = _score(personalizer.personalize(published, client, memory(i)), inputs.y(indices))
+                training[i] = count_correct(personalizer.personalize(published, client, memory(i)), inputs.y(indices))
         else:
             personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, i))
-            new[i] = _score(personalized, inputs.y(federation.new.all(i)))
+            new[i] = count_correct(personalized, inputs.y(federation.new.all(i)))
             steps[i] = personalized.diary.steps
     for counts in (training, new, steps):
         group.sum_(counts)
     return Scores(training, new, steps)
 
 
-def _score(personalized: Personalized, y: Tensor) -> Tensor:
+def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
     before, after = ((logits.argmax(1) == y).sum() for logits in (personalized.before, personalized.logits))
     return torch.tensor([int(before), int(after), len(y)])

@@ -46,11 +46,13 @@ class Observer(Protocol):
 class Engine:
     """A run at work in one worker. Every worker has one, with the same server state in it."""
 
-    def __init__(self, folder: RunFolder, group: Group, config: Config | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, group: Group, config: Config | None = None, federation: Federation | None = None
+    ) -> None:
         self.folder, self.group = folder, group
         self.config = config or folder.config()
         self.device = checked_device(self.config.device)
-        self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device)
+        self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device, federation)
         self.clients = len(self.federation.training)
         self.progress = Progress(server={})
         self._saved = 0  # the round that the checkpoint holds
@@ -278,11 +280,12 @@ class _Members(Sequence[State]):
 
 
 def assemble(
-    config: Config, device: torch.device, source: data.Source | None = None
+    config: Config, device: torch.device, federation: Federation | None = None
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-    """What a configuration describes, as objects."""
-    source = source or data.load(config.dataset)
-    federation = data.build_federation(source, config.partition, config.partition_seed)
+    """What a configuration describes, as objects; a federation whose data come from elsewhere is given."""
+    if federation is None:
+        federation = data.build_federation(data.load(config.dataset), config.partition, config.partition_seed)
+    source = federation.source
     shape, classes = source.images.shape[1:], len(source.class_names)
     model = config.model.build((shape[0], shape[1], shape[2]), classes)
     task = Task(model, classes, len(federation.training))

@@ -1,0 +1,362 @@
+"""The ServerApp: the engine's rounds, with Flower's nodes in place of worker processes.
+
+A training run writes the run folder that the engine writes, to the same bits if every node answers, and is resumed by
+running the app again with the same `out`. A node that fails, is late, or sends what does not fit is left out of the
+round and named in the metrics; a round needs `min-nodes` good replies, and is tried again before the run stops.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+from pydantic import Field, model_validator
+
+from upfl.config import Config, configure
+from upfl.data.federation import Federation
+from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.folder import RunFolder
+from upfl.engine.group import Group
+from upfl.engine.local import upload_like
+from upfl.engine.rounds import Engine, Observer
+from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.flower.messages import ARRAYS, FACTS, SCORES, exchange, facts_of, from_record, problem_in, to_record
+from upfl.flower.privacy import CLIP, Privacy, require_private, update_norm
+from upfl.flower.terms import Samples, Table, Terms, named_federation, unseen_federation, without_training_clients
+from upfl.randomness import generator
+from upfl.state import prefixed
+from upfl.training.base import Published
+
+ATTEMPTS = 3  # at a round in which too few nodes gave good replies
+STEP = 2.0  # seconds between looks for nodes
+
+app = ServerApp()
+
+
+class Settings(Table):
+    """What `flwr run -c` says: the run's description is the engine's, the rest is about nodes."""
+
+    mode: Literal["train", "personalize"] = "train"
+    method: str = "fedtta"
+    dataset: str = Field(
+        "digits", description="a named data set; with `samples`, the one whose hyper-parameters to take"
+    )
+    profile: str = "paper"
+    config: Path | None = Field(None, description="a TOML file of settings, as `upfl train --config` takes it")
+    set: str = Field("", description="hyper-parameters, as --set takes them, separated by spaces")
+    samples: Path | None = Field(None, description="a TOML file that says what nodes' own samples look like")
+    out: Path | None = Field(None, description="the run folder, on the SuperLink's machine; a run in it is resumed")
+    min_nodes: int = Field(2, ge=1, description="fewest training nodes to begin with, and good replies to a round")
+    wait: float = Field(600, gt=0, description="seconds to wait for so many nodes")
+    timeout: float = Field(600, gt=0, description="seconds for a node's reply")
+    largest_norm: float = Field(1000, gt=0, description="a node that sends an update of a larger norm is left out")
+    clip: float = Field(0, ge=0, description="differential privacy: largest norm of an update; 0 for none")
+    noise: float = Field(0, ge=0, description="differential privacy: noise on the sum, in units of clip")
+    delta: float = Field(1e-5, gt=0, lt=1)
+    bundle: Path | None = Field(None, description="personalize: what newcomers receive, on the SuperLink's machine")
+
+    @model_validator(mode="after")
+    def _private_or_not(self) -> Settings:
+        if bool(self.clip) != bool(self.noise):
+            raise ConfigError("clip and noise belong together: give both, or neither")
+        return self
+
+    @property
+    def privacy(self) -> Privacy | None:
+        return Privacy(clip=self.clip, noise=self.noise, delta=self.delta) if self.clip else None
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    settings: Settings = Settings.of(context.run_config, "run-config")
+    if settings.mode == "train":
+        train(grid, settings)
+
+
+def train(grid: Grid, settings: Settings) -> RunFolder:
+    """Train a federation of nodes into the run folder `out`, from wherever the run in it stands."""
+    if settings.out is None or not settings.out.is_absolute():
+        raise ConfigError("out: give the run folder as an absolute path on the SuperLink's machine")
+    described = configure(
+        settings.method,
+        settings.dataset,
+        profile=settings.profile,
+        file=settings.config,
+        settings=settings.set.split(),
+    )
+    samples = Samples.read(settings.samples) if settings.samples else None
+    federation = unseen_federation(samples) if samples else named_federation(described)
+    if samples:
+        described = described.model_copy(update={"dataset": samples.name})
+    samples = samples or Samples.like(federation.source, len(federation.training))
+    folder = _folder(settings.out, described, samples)
+    if folder.finished:
+        log(INFO, "%s: this run is finished", folder.path)
+        return folder
+    FederatedRun(folder, grid, settings, federation).run(_Log())
+    return folder
+
+
+def _folder(path: Path, config: Config, samples: Samples) -> RunFolder:
+    """A new run folder, or the one that is there if it holds this run."""
+    if not (path / "config.toml").exists():
+        folder = RunFolder.create(path, config)
+        terms = Terms(run=secrets.token_hex(16), config=config, samples=samples)
+        folder.save_terms(terms.model_dump_json(indent=1))
+        return folder
+    folder = RunFolder.open(path)
+    if folder.config().to_toml() != config.to_toml():
+        raise ConfigError(f"{path}: holds another run than the one described; choose another out")
+    return folder
+
+
+class FederatedRun(Engine):
+    """A run whose clients are Flower's nodes."""
+
+    def __init__(self, folder: RunFolder, grid: Grid, settings: Settings, federation: Federation) -> None:
+        super().__init__(folder, Group(), federation=federation)
+        self.grid, self.settings, self.privacy = grid, settings, settings.privacy
+        self.terms = Terms.model_validate_json(folder.terms())
+        if self.training.publishes_memory:
+            raise ConfigError(
+                f"{self.training.name} cannot run on Flower: newcomers would receive training clients' own layers, "
+                "which stay on the nodes; the server sees sums alone"
+            )
+        if self.privacy and self.config.checkpoint_every != 1:
+            raise ConfigError("clip and noise need checkpoint_every=1: a round that ran twice would be released twice")
+        self.nodes: dict[int, int] = {}  # each connected training node's client
+        self.seen: set[int] = set()  # clients that were connected once
+        self.strange: dict[int, str] = {}  # connected nodes that do not train, and why
+        self._saved_memory = torch.empty(0)
+
+    def _start(self) -> None:
+        super()._start()
+        self._saved_memory = self.progress.memory_rounds.clone()
+        if self.privacy:
+            server = self.progress.server
+            require_private(upload_like(self.training, server, self._client(0, 0)), server, self.training.name)
+
+    # Nodes
+
+    def participants(self, round: int) -> list[int]:
+        """The engine's choice among all clients; those that are not connected have the next ones in their place."""
+        self._meet()
+        order = torch.arange(self.clients)
+        if (count := self.config.participants(self.clients)) < self.clients:
+            order = torch.randperm(self.clients, generator=generator(self.config.seed, "participants", round))
+        connected = set(self.nodes.values())
+        return sorted([client for client in order.tolist() if client in connected][:count])
+
+    def _meet(self) -> None:
+        """Look who is connected, ask strangers who they are, and wait until there are enough."""
+        end = time.monotonic() + self.settings.wait
+        while True:
+            self._look()
+            if len(self.nodes) >= self.settings.min_nodes:
+                return
+            if time.monotonic() > end:
+                others = "; ".join(f"node {node}: {why}" for node, why in self.strange.items())
+                raise StoppedError(
+                    f"only {len(self.nodes)} training node(s) connected within {self.settings.wait:g} s, and "
+                    f"{self.settings.min_nodes} are needed (min-nodes){'. Others: ' + others if others else ''}"
+                )
+            time.sleep(STEP)
+
+    def _look(self) -> None:
+        present = set(self.grid.get_node_ids())
+        self.nodes = {node: client for node, client in self.nodes.items() if node in present}
+        self.strange = {node: why for node, why in self.strange.items() if node in present}
+        strangers = sorted(present - self.nodes.keys() - self.strange.keys())
+        messages = [self._message(node, "query.introduce", {}) for node in strangers]
+        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+            client = None if problem_in(reply) else facts_of(reply).get("client")
+            if not isinstance(client, int) or not 0 <= client < self.clients:
+                self.strange[node] = problem_in(reply) or "a newcomer: it has no client number"
+            elif client in self.nodes.values():
+                self.strange[node] = f"client {client} is there already"
+            else:
+                self.nodes[node] = client
+            if why := self.strange.get(node):
+                log(WARNING, "node %d does not train: %s", node, why)
+        self.seen |= set(self.nodes.values())
+
+    def _message(self, node: int, kind: str, facts: Mapping[str, Any], arrays: ArrayRecord | None = None) -> Message:
+        content = RecordDict({FACTS: ConfigRecord({"terms": self.terms.model_dump_json(), **facts})})
+        if arrays is not None:
+            content[ARRAYS] = arrays
+        return Message(content, node, kind, ttl=self.settings.timeout)
+
+    # Rounds
+
+    def _train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        for attempt in range(1, ATTEMPTS + 1):
+            total.reset(len(participants))
+            left_out = self._ask(participants, round, total)
+            if total.count >= self.settings.min_nodes:
+                if self.privacy:
+                    self.privacy.disturb(total)
+                return left_out
+            log(WARNING, "round %d, attempt %d: %d good replies", round + 1, attempt, total.count)
+        reasons = "; ".join(f"client {client}: {why}" for client, why in left_out.items())
+        raise StoppedError(
+            f"round {round + 1}: {total.count} good replies at the {ATTEMPTS}th attempt, and {self.settings.min_nodes} "
+            f"are needed (min-nodes). {reasons}"
+        )
+
+    def _ask(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        node_of = {client: node for node, client in self.nodes.items()}
+        facts = {"round": round} | ({CLIP: self.privacy.clip} if self.privacy else {})
+        arrays = to_record(self.progress.server)
+        messages = [
+            self._message(node_of[client], "train", facts | self._memory_facts(client), arrays)
+            for client in participants
+        ]
+        left_out = dict.fromkeys(participants, f"did not reply within {self.settings.timeout:g} s")
+        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+            client = self.nodes[node]
+            try:
+                self._add(reply, total)
+                del left_out[client]
+            except BadClientError as error:
+                left_out[client] = str(error)
+        return left_out
+
+    def _add(self, reply: Message, total: FixedPointSum) -> None:
+        """Add what a node sent to the sum, or refuse it and change nothing."""
+        if problem := problem_in(reply):
+            raise BadClientError(problem)
+        if ARRAYS not in reply.content.array_records:
+            raise BadClientError("its reply has no arrays")
+        up = from_record(reply.content.array_records[ARRAYS])
+        total.check(up)
+        if self.privacy:
+            self.privacy.check(up)
+        elif (length := update_norm(up)) > self.settings.largest_norm:
+            raise BadClientError(
+                f"its update has the norm {length:g}, above {self.settings.largest_norm:g} (largest-norm)"
+            )
+        total.add(up)
+
+    def _memory_facts(self, client: int) -> dict[str, int]:
+        if not self.training.remembers:
+            return {}
+        return {"memory": int(self.progress.memory_rounds[client]), "memory_saved": int(self._saved_memory[client])}
+
+    def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
+        metrics = super()._round(total, observer)
+        if self.privacy:
+            metrics |= {"epsilon": self.privacy.epsilon(self.progress.round), "delta": self.privacy.delta}
+            del metrics["loss"]  # nodes do not tell it
+        absent = sorted(self.seen - set(self.nodes.values()))
+        return metrics | ({"absent": absent} if absent else {})
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        super()._record(metrics)
+        if self._saved == self.progress.round:
+            self._saved_memory = self.progress.memory_rounds.clone()
+
+    # Scores
+
+    def _score(self, published: Published, observer: Observer | None) -> dict[str, Scores]:
+        """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
+        if observer:
+            observer.stage("scoring")
+        validation = {name: torch.zeros(self.clients, 3, dtype=torch.int64) for name in self.personalizers}
+        if not self.privacy:
+            for client, counts in self._validate(published):
+                for name, count in counts.items():
+                    validation[name][client] = torch.tensor(count)
+        new = without_training_clients(self.federation)
+        scores = {}
+        for name, personalizer in self.personalizers.items():
+            found = evaluate(
+                new,
+                self.inputs,
+                personalizer,
+                published,
+                self.config.seed,
+                self.group,
+                limit=self.config.evaluate_clients,
+            )
+            scores[name] = Scores(validation[name], found.new, found.steps)
+        return scores
+
+    def _validate(self, published: Published) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        limit = self.config.evaluate_clients or self.clients
+        arrays = to_record(prefixed("state", published.state) | prefixed("fitted", published.fitted))
+        messages = [
+            self._message(node, "evaluate", {"round": published.round} | self._memory_facts(client), arrays)
+            for node, client in self.nodes.items()
+            if client < limit
+        ]
+        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+            counts = {} if problem_in(reply) else dict(reply.content.metric_records.get(SCORES) or {})
+            if counts.keys() == self.personalizers.keys() and all(map(_are_counts, counts.values())):
+                yield self.nodes[node], counts  # type: ignore[misc]
+            elif counts or problem_in(reply):
+                log(
+                    WARNING,
+                    "client %d has no validation scores: %s",
+                    self.nodes[node],
+                    problem_in(reply) or "no counts",
+                )
+
+    def _keep_best(self, row: str, scores: Scores) -> bool:
+        if not int(scores.training[:, 2].sum()):
+            self.progress.best.pop(row, None)  # nothing tells rounds apart: the last one counts
+        return super()._keep_best(row, scores)
+
+    def _unscored(self) -> tuple[str, ...]:
+        unseen = not len(self.federation.new)
+        return (*(["validation"] if self.privacy else []), *(NEW_CLIENTS if unseen else []))
+
+    def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
+        metrics = super()._evaluate(observer)
+        for row in metrics["rows"].values():
+            for key in self._unscored():
+                row.pop(key, None)
+        return metrics
+
+    def result(self) -> dict[str, Any]:
+        result = super().result()
+        for row in result["rows"]:
+            for key in self._unscored():
+                row.pop(key, None)
+        if self.privacy:
+            spent = self.privacy.epsilon(self.progress.round)
+            result["privacy"] = {**self.privacy.model_dump(), "epsilon": spent, "rounds": self.progress.round}
+        return result
+
+
+NEW_CLIENTS = ("test", "test_before", "test_last", "test_best", "steps")
+
+
+def _are_counts(counts: Any) -> bool:
+    whole = isinstance(counts, list) and len(counts) == 3 and all(type(count) is int for count in counts)
+    return whole and 0 <= counts[0] <= counts[2] < 2**32 and 0 <= counts[1] <= counts[2]
+
+
+class _Log:
+    """A run's progress as lines of Flower's log."""
+
+    def begin(self, run: Engine) -> None:
+        log(INFO, "%s, %d rounds, from round %d", run.training.title, run.config.rounds, run.progress.round + 1)
+
+    def note(self, text: str) -> None:
+        log(INFO, "%s", text)
+
+    def stage(self, what: str) -> None:
+        pass
+
+    def round(self, metrics: dict[str, Any]) -> None:
+        log(INFO, "%s", json.dumps(metrics))
