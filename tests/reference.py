@@ -216,6 +216,7 @@ class Somebody:
     count: int = 10
     id: int = 0
     round: int = 0
+    seed: int = 0
 
     def generator(self, purpose: str) -> torch.Generator:
         return generator(0, self.id, self.round, purpose)

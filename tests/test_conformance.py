@@ -34,6 +34,7 @@ from upfl.errors import ConfigError, RunError
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, make_personalizer, resolve
 from upfl.models import mlp
 from upfl.personalize.base import Personalized, Personalizer, Unlabelled
+from upfl.personalize.fitting import CrossFitted
 from upfl.randomness import generator
 from upfl.state import State, select
 from upfl.training.base import Batch, Client, Published, Task, Training
@@ -751,7 +752,7 @@ def test_no_label_of_a_new_client_reaches_a_personalizer(name: str, personalizer
         (replace(parts.federation, source=source), Inputs(source)),
     ):
         listening = Listening(parts.personalizers[personalizer])
-        scores.append(evaluate(federation, inputs, listening, parts.published, 0, Group(), parts.memory))
+        scores.append(evaluate(federation, inputs, listening, CrossFitted(parts.published), 0, Group(), parts.memory))
         heard.append(listening.heard)
     assert len(heard[0]) == len(heard[1]) == 1 + 2 * CLIENTS
     for one, other in zip(*heard, strict=True):

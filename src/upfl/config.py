@@ -184,8 +184,14 @@ def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> di
         "model": model,
         "partition": {},
         "training": {"name": training, **searched.get(training, {})},
-        "personalize": {name: dict(searched.get(name, {})) for name in personalizers},
+        "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }
+
+
+def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:
+    base, plus, last = name.rpartition("+")
+    own = dict(searched.get(last, {}))
+    return own | {"base": _personalizer_defaults(searched, base)} if plus and base != "none" else own
 
 
 def _merged(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +224,7 @@ def _set(values: dict[str, Any], setting: str) -> None:
     if key in ("method", "dataset", "profile", "training.name", *TABLES) or key == "personalize":
         raise ConfigError(f"--set {setting}: {key} cannot be set so: give it as an argument, or set one of its fields")
     if path:
-        if path[0] in PERSONALIZERS:
+        if path[0] in values["personalize"] or path[0] in PERSONALIZERS:
             path = ["personalize", *path]
         target = values
         for part in path:
@@ -229,7 +235,7 @@ def _set(values: dict[str, Any], setting: str) -> None:
         return
     places: list[tuple[type[BaseModel], dict[str, Any]]] = [
         (TRAININGS[values["training"]["name"]].Hyper, values["training"]),
-        *((PERSONALIZERS[name].Hyper, table) for name, table in values["personalize"].items()),
+        *((personalizer_class(name).Hyper, table) for name, table in values["personalize"].items()),
     ]
     holders = [table for hyper, table in places if last in hyper.model_fields]
     if holders:

@@ -12,7 +12,9 @@ from typing import Any
 
 from upfl.errors import ConfigError
 from upfl.personalize.base import Personalizer
+from upfl.personalize.calibration import Calibrated, Correction
 from upfl.personalize.fedtta import EarlyStopped, OneStep
+from upfl.personalize.label_shift import Bbse, Em, LabelShift, MapEm
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.personalize.tent import Tent
@@ -68,7 +70,11 @@ TRAININGS: dict[str, type[Training[Any]]] = {
     for training in (FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn, FedTTA, FedTTAProx)
 }
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
-    personalizer.name: personalizer for personalizer in (Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble)
+    personalizer.name: personalizer
+    for personalizer in (
+        *(Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble),
+        *(Calibrated, LabelShift, Em, MapEm, Bbse),
+    )
 }
 
 
@@ -127,9 +133,17 @@ def training_class(name: str) -> type[Training[Any]]:
 
 
 def personalizer_class(name: str) -> type[Personalizer[Any]]:
-    if name not in PERSONALIZERS:
-        raise unknown("personalizer", name, PERSONALIZERS)
-    return PERSONALIZERS[name]
+    """A personalizer by its name, or by `BASE+CORRECTION` a correction of another one's predictions."""
+    base, plus, last = name.rpartition("+")
+    if last not in PERSONALIZERS:
+        raise unknown("personalizer", last, PERSONALIZERS)
+    found = PERSONALIZERS[last]
+    if not plus or base == "none":
+        return found
+    if not issubclass(found, Correction):
+        corrections = [key for key, value in PERSONALIZERS.items() if issubclass(value, Correction)]
+        raise ConfigError(f"'{name}': only a correction can stand on '{base}': {', '.join(corrections)}")
+    return found.on(personalizer_class(base))
 
 
 def make_personalizer(name: str, training: Training[Any], hyper: Any) -> Personalizer[Any]:
@@ -152,6 +166,6 @@ def row_title(row: str) -> str:
         if method.row == row:
             return method.title
     training, _, personalizer = row.partition("+")
-    if training in TRAININGS and personalizer in PERSONALIZERS:
-        return f"{TRAININGS[training].title} + {PERSONALIZERS[personalizer].title}"
+    if training in TRAININGS and all(part in PERSONALIZERS for part in personalizer.split("+")):
+        return f"{TRAININGS[training].title} + {personalizer_class(personalizer).title}"
     return row

@@ -14,8 +14,8 @@ from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.group import Group
 from upfl.personalize.base import Personalized, Personalizer
+from upfl.personalize.fitting import CrossFitted
 from upfl.state import State
-from upfl.training.base import Published
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def evaluate(
     federation: Federation,
     inputs: Inputs,
     personalizer: Personalizer[Any],
-    published: Published,
+    given: CrossFitted,
     seed: int,
     group: Group,
     memory: Callable[[int], State | None] = lambda client: None,
@@ -73,9 +73,10 @@ def evaluate(
             indices = federation.training.validation(i)
             if len(indices):
                 client = validation_client(federation, inputs, seed, i)
-                training[i] = count_correct(personalizer.personalize(published, client, memory(i)), inputs.y(indices))
+                personalized = personalizer.personalize(given.without(i), client, memory(i))
+                training[i] = count_correct(personalized, inputs.y(indices))
         else:
-            personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, i))
+            personalized = personalizer.personalize(given.published, newcomer(federation, inputs, seed, i))
             new[i] = count_correct(personalized, inputs.y(federation.new.all(i)))
             steps[i] = personalized.diary.steps
     for counts in (training, new, steps):

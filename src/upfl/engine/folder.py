@@ -217,12 +217,19 @@ class RunFolder:
             file = path.with_suffix("") / f"{client}.safetensors"
             file.parent.mkdir(exist_ok=True)
             _save_state(file, member, {})
-        _save_state(path, published.state, {"upfl": json.dumps({"round": published.round})})
+        _save_state(
+            path,
+            published.state | prefixed("fitted", published.fitted),
+            {"upfl": json.dumps({"round": published.round})},
+        )
 
     def load_best(self, round: int) -> Published:
         path = self.path / "best" / f"round-{round}.safetensors"
         members = sorted(path.with_suffix("").glob("*.safetensors"), key=lambda file: int(file.stem))
-        return Published(read_state(path)[0], round, _StoredStates(members))
+        tensors = read_state(path)[0]
+        fitted = select(tensors, "fitted")
+        state = {name: value for name, value in tensors.items() if not name.startswith("fitted.")}
+        return Published(state, round, _StoredStates(members), fitted)
 
     def _best_files(self) -> list[Path]:
         """State files, and folders of members' states, named by their round."""

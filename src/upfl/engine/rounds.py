@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.fitting import fit_needs
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
@@ -24,6 +25,7 @@ from upfl.engine.local import LOSS, train_client, upload_like
 from upfl.errors import BadClientError, ConfigError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
+from upfl.personalize.fitting import CrossFitted
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published, Task, Training
@@ -172,9 +174,9 @@ class Engine:
 
     def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
         started = time.perf_counter()
-        published = self._published()
+        given, facts = self._fit(observer.stage if observer else lambda what: None)
         improved, rows = False, {}
-        for name, scores in self._score(published, observer).items():
+        for name, scores in self._score(given, observer).items():
             row = row_name(self.training.name, name)
             rows[row] = {
                 "validation": scores.validation,
@@ -184,10 +186,23 @@ class Engine:
             }
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
-            self.folder.save_best(published)
-        return {"rows": rows, "evaluate_s": time.perf_counter() - started}
+            self.folder.save_best(given.published)
+        return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
 
-    def _score(self, published: Published, observer: Observer | None) -> dict[str, Scores]:
+    def _fit(self, tell: Callable[[str], None]) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+        """What newcomers receive, with what the personalizers need to have fitted, and facts about the fits."""
+        return fit_needs(
+            list(self.personalizers.values()),
+            self._published(),
+            self.federation,
+            self.inputs,
+            self.config.seed,
+            self.group,
+            self.config.evaluate_clients,
+            tell,
+        )
+
+    def _score(self, given: CrossFitted, observer: Observer | None) -> dict[str, Scores]:
         """Every personalizer's scores on every client."""
         scores = {}
         for name, personalizer in self.personalizers.items():
@@ -197,7 +212,7 @@ class Engine:
                 self.federation,
                 self.inputs,
                 personalizer,
-                published,
+                given,
                 self.config.seed,
                 self.group,
                 lambda id: self.memory(id) if self.training.remembers else None,

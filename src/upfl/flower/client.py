@@ -24,12 +24,12 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
 from upfl.engine.rounds import assemble, checked_device, one_thread
 from upfl.errors import RunError, UpflError
-from upfl.flower.messages import ARRAYS, FACTS, SCORES, facts_of, from_record, refusal, to_record
+from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
 from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node, Terms, node_federation
 from upfl.methods import load_plugins
+from upfl.personalize.fitting import needs_of
 from upfl.state import State, select
-from upfl.training.base import Published
 
 Handler = Callable[[Message, Context], RecordDict]
 
@@ -76,18 +76,36 @@ def train(message: Message, context: Context) -> RecordDict:
     return RecordDict({ARRAYS: to_record(up)})
 
 
+@app.train("fit")
+@answering
+def fit(message: Message, context: Context) -> RecordDict:
+    """One round of a fit that personalizers need: this node's client plays the newcomer on its validation data."""
+    node = TrainingNode(message, context)
+    if not len(node.federation.training.validation(node.id)):
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
+    arrays, key = from_record(message.content.array_records[ARRAYS]), str(node.facts["key"])
+    given = unpack(arrays, int(node.facts["round"]))
+    stage = needs_of(list(node.personalizers.values()))[key].stage(given)
+    server, client, store = select(arrays, "fit"), node.client(0), ContextMemory(context.state, f"fit-{key}")
+    memory = stage.memory(client) if node.facts["memory"] < 0 else store.load(int(node.facts["memory"]))
+    up, memory = stage.finish(server, stage.begin(server, memory, client), client)
+    round = int(node.facts["fit_round"])
+    store.save(round, memory)
+    store.forget_before(round, but=round)
+    return RecordDict({ARRAYS: to_record(up)})
+
+
 @app.evaluate()
 @answering
 def evaluate(message: Message, context: Context) -> RecordDict:
     """How well each personalizer does on this node's validation data: correct before, correct after, samples."""
     node = TrainingNode(message, context)
-    published = from_record(message.content.array_records[ARRAYS])
-    what = Published(select(published, "state"), int(node.facts["round"]), fitted=select(published, "fitted"))
+    given = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])).without(node.id)
     memory = node.memory() if node.training.remembers else None
     labels = node.inputs.y(node.federation.training.validation(node.id))
     unlabelled = validation_client(node.federation, node.inputs, node.terms.config.seed, node.id)
     scores: dict[str, Any] = {
-        name: count_correct(personalizer.personalize(what, unlabelled, memory), labels).tolist()
+        name: count_correct(personalizer.personalize(given, unlabelled, memory), labels).tolist()
         for name, personalizer in node.personalizers.items()
         if len(labels)
     }
@@ -109,7 +127,7 @@ class TrainingNode:
         self.id = self.node.client
         self.store: ContextMemory | DiskMemory
         if self.node.state is None:
-            self.store = ContextMemory(context.state, self.id)
+            self.store = ContextMemory(context.state, f"client-{self.id}")
         else:
             self.store = DiskMemory(RunFolder(self.node.state.expanduser() / self.terms.run), self.id)
 
@@ -126,10 +144,10 @@ class TrainingNode:
 
 
 class ContextMemory:
-    """Versions of a client's memory in Flower's context: they last as long as the SuperNode and the Flower run."""
+    """Versions of a memory in Flower's context: they last as long as the SuperNode and the Flower run."""
 
-    def __init__(self, state: RecordDict, client: int) -> None:
-        self.state, self.prefix = state, f"memory-{client}-"
+    def __init__(self, state: RecordDict, whose: str) -> None:
+        self.state, self.prefix = state, f"memory-{whose}-"
 
     def save(self, round: int, memory: State) -> None:
         self.state[f"{self.prefix}{round}"] = to_record(memory)

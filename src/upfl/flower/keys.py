@@ -1,7 +1,7 @@
 """Certificates and keys for a trial: `python -m upfl.flower.keys FOLDER --host NAME... --nodes N`.
 
     ca.crt                          the authority's certificate: every machine needs it
-    superlink.pem, superlink.key    the SuperLink's certificate for the hosts, and its key: the SuperLink's machine alone
+    superlink.pem, superlink.key    the SuperLink's certificate for its hosts, and its key: its machine alone
     node-I.pub                      registers a node: `flwr supernode register`
     node-I.key                      the node's own secret: its machine alone
     config.toml                     how `flwr` finds the SuperLink as `upfl`; FLWR_HOME is the folder with it

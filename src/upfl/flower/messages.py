@@ -17,10 +17,12 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from upfl.errors import BadClientError
-from upfl.state import State
+from upfl.personalize.fitting import FOLDS, CrossFitted
+from upfl.state import State, prefixed, select
+from upfl.training.base import Published
 
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
-PROBLEM = "problem"  # the entry of FACTS by which a node says why it has nothing to send
+PROBLEM, NO_DATA = "problem", "no_data"  # facts by which a node says why it has nothing to send
 POLL = 0.5  # seconds between looks for replies
 LONGEST = 300  # characters of a reason
 
@@ -46,6 +48,27 @@ def _tensor(name: str, array: Array) -> Tensor:
         return torch.from_numpy(values.copy())
     except (ValueError, TypeError) as error:
         raise BadClientError(f"{name[:80]!r} cannot be read: {str(error)[:LONGEST]}") from error
+
+
+def pack(given: CrossFitted) -> State:
+    """What newcomers receive with what was fitted without each fold, as one state."""
+    published, folds = given.published, [prefixed(f"fold.{fold}", fitted) for fold, fitted in enumerate(given.folds)]
+    state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
+    return {name: value for part in (state, *folds) for name, value in part.items()}
+
+
+def unpack(state: State, round: int) -> CrossFitted:
+    published = Published(select(state, "state"), round, fitted=select(state, "fitted"))
+    return CrossFitted(published, tuple(select(state, f"fold.{fold}") for fold in range(FOLDS)))
+
+
+def arrays_of(reply: Message) -> State:
+    """What a node sent, as far as it can be read."""
+    if problem := problem_in(reply):
+        raise BadClientError(problem)
+    if ARRAYS not in reply.content.array_records:
+        raise BadClientError("its reply has no arrays")
+    return from_record(reply.content.array_records[ARRAYS])
 
 
 def facts_of(message: Message) -> ConfigRecord:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, Literal
@@ -24,18 +24,30 @@ from pydantic import Field, model_validator
 from upfl.config import Config, configure
 from upfl.data.federation import Federation
 from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.fitting import fit_by
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.local import upload_like
 from upfl.engine.rounds import Engine, Observer
 from upfl.errors import BadClientError, ConfigError, StoppedError
-from upfl.flower.messages import ARRAYS, FACTS, SCORES, exchange, facts_of, from_record, problem_in, to_record
+from upfl.flower.messages import (
+    ARRAYS,
+    FACTS,
+    NO_DATA,
+    SCORES,
+    arrays_of,
+    exchange,
+    facts_of,
+    pack,
+    problem_in,
+    to_record,
+)
 from upfl.flower.privacy import CLIP, Privacy, require_private, update_norm
 from upfl.flower.terms import Samples, Table, Terms, named_federation, unseen_federation, without_training_clients
+from upfl.personalize.fitting import CrossFitted, Fit, needs_of
 from upfl.randomness import generator
-from upfl.state import prefixed
-from upfl.training.base import Published
+from upfl.state import State, prefixed
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
 STEP = 2.0  # seconds between looks for nodes
@@ -54,6 +66,7 @@ class Settings(Table):
     profile: str = "paper"
     config: Path | None = Field(None, description="a TOML file of settings, as `upfl train --config` takes it")
     set: str = Field("", description="hyper-parameters, as --set takes them, separated by spaces")
+    score: str = Field("", description="further personalizers, separated by commas")
     samples: Path | None = Field(None, description="a TOML file that says what nodes' own samples look like")
     out: Path | None = Field(None, description="the run folder, on the SuperLink's machine; a run in it is resumed")
     min_nodes: int = Field(2, ge=1, description="fewest training nodes to begin with, and good replies to a round")
@@ -93,6 +106,7 @@ def train(grid: Grid, settings: Settings) -> RunFolder:
         profile=settings.profile,
         file=settings.config,
         settings=settings.set.split(),
+        score=[name.strip() for name in settings.score.split(",") if name.strip()],
     )
     samples = Samples.read(settings.samples) if settings.samples else None
     federation = unseen_federation(samples) if samples else named_federation(described)
@@ -132,8 +146,8 @@ class FederatedRun(Engine):
                 f"{self.training.name} cannot run on Flower: newcomers would receive training clients' own layers, "
                 "which stay on the nodes; the server sees sums alone"
             )
-        if self.privacy and self.config.checkpoint_every != 1:
-            raise ConfigError("clip and noise need checkpoint_every=1: a round that ran twice would be released twice")
+        if self.privacy:
+            self._check_private()
         self.nodes: dict[int, int] = {}  # each connected training node's client
         self.seen: set[int] = set()  # clients that were connected once
         self.strange: dict[int, str] = {}  # connected nodes that do not train, and why
@@ -145,6 +159,15 @@ class FederatedRun(Engine):
         if self.privacy:
             server = self.progress.server
             require_private(upload_like(self.training, server, self._client(0, 0)), server, self.training.name)
+
+    def _check_private(self) -> None:
+        if self.config.checkpoint_every != 1:
+            raise ConfigError("clip and noise need checkpoint_every=1: a round that ran twice would be released twice")
+        if needs := needs_of(list(self.personalizers.values())):
+            raise ConfigError(
+                f"clip and noise do not cover what is fitted on nodes' labels ({', '.join(needs)}): "
+                "score personalizers that need no fit"
+            )
 
     # Nodes
 
@@ -233,11 +256,7 @@ class FederatedRun(Engine):
 
     def _add(self, reply: Message, total: FixedPointSum) -> None:
         """Add what a node sent to the sum, or refuse it and change nothing."""
-        if problem := problem_in(reply):
-            raise BadClientError(problem)
-        if ARRAYS not in reply.content.array_records:
-            raise BadClientError("its reply has no arrays")
-        up = from_record(reply.content.array_records[ARRAYS])
+        up = arrays_of(reply)
         total.check(up)
         if self.privacy:
             self.privacy.check(up)
@@ -265,15 +284,72 @@ class FederatedRun(Engine):
         if self._saved == self.progress.round:
             self._saved_memory = self.progress.memory_rounds.clone()
 
-    # Scores
+    # Fits and scores
 
-    def _score(self, published: Published, observer: Observer | None) -> dict[str, Scores]:
+    def _fit(self, tell: Callable[[str], None]) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+        return fit_by(self._run_fit, list(self.personalizers.values()), self._published(), tell)
+
+    def _run_fit(self, key: str, fit: Fit) -> tuple[State, int]:
+        """The fit's rounds over the nodes: as in the engine, a fold of what they send.
+
+        Its rounds compare sums, so they must be over the same nodes: where one fails, all is done again without it.
+        """
+        nodes = {node for node, client in self.nodes.items() if client < self._scored}
+        missing = 0
+        while True:
+            server, failed = self._try_fit(key, fit, nodes)
+            if not failed:
+                return server, missing
+            nodes, missing = nodes - failed.keys(), missing + len(failed)
+            for node, why in failed.items():
+                log(WARNING, "%s is fitted without client %d: %s", key, self.nodes[node], why)
+
+    def _try_fit(self, key: str, fit: Fit, nodes: set[int]) -> tuple[State, dict[int, str]]:
+        training = self.federation.training
+        example = self._client(next(i for i in range(self.clients) if len(training.validation(i))), 0)
+        server = fit.init(generator(self.config.seed, "fit", fit.key))
+        total = FixedPointSum(fit.finish(server, fit.memory(example), example)[0], self.clients, fit.scales)
+        given, versions = pack(fit.given), dict.fromkeys(sorted(nodes), -1)
+        for round in range(fit.rounds):
+            facts = {"key": key, "round": fit.given.published.round, "fit_round": round}
+            arrays = to_record(given | prefixed("fit", server))
+            messages = [
+                self._message(node, "train.fit", facts | {"memory": version}, arrays)
+                for node, version in versions.items()
+            ]
+            failed = dict.fromkeys(versions, f"did not reply within {self.settings.timeout:g} s")
+            total.reset(self.clients)
+            for node, reply in exchange(self.grid, messages, self.settings.timeout):
+                if not problem_in(reply) and facts_of(reply).get(NO_DATA):
+                    del versions[node], failed[node]
+                    continue
+                try:
+                    total.add(arrays_of(reply))
+                    versions[node] = round
+                    del failed[node]
+                except BadClientError as error:
+                    failed[node] = str(error)
+            if failed:
+                return server, failed
+            if not total.count:
+                raise StoppedError(f"{key} cannot be fitted: no node that is left has validation data")
+            server = fit.aggregate(server, total, round)
+            if fit.done(server):
+                break
+        return server, {}
+
+    @property
+    def _scored(self) -> int:
+        """Clients below this number are scored."""
+        return self.config.evaluate_clients or self.clients
+
+    def _score(self, given: CrossFitted, observer: Observer | None) -> dict[str, Scores]:
         """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
         if observer:
             observer.stage("scoring")
         validation = {name: torch.zeros(self.clients, 3, dtype=torch.int64) for name in self.personalizers}
         if not self.privacy:
-            for client, counts in self._validate(published):
+            for client, counts in self._validate(given):
                 for name, count in counts.items():
                     validation[name][client] = torch.tensor(count)
         new = without_training_clients(self.federation)
@@ -283,7 +359,7 @@ class FederatedRun(Engine):
                 new,
                 self.inputs,
                 personalizer,
-                published,
+                given,
                 self.config.seed,
                 self.group,
                 limit=self.config.evaluate_clients,
@@ -291,13 +367,12 @@ class FederatedRun(Engine):
             scores[name] = Scores(validation[name], found.new, found.steps)
         return scores
 
-    def _validate(self, published: Published) -> Iterator[tuple[int, dict[str, list[int]]]]:
-        limit = self.config.evaluate_clients or self.clients
-        arrays = to_record(prefixed("state", published.state) | prefixed("fitted", published.fitted))
+    def _validate(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        arrays = to_record(pack(given))
         messages = [
-            self._message(node, "evaluate", {"round": published.round} | self._memory_facts(client), arrays)
+            self._message(node, "evaluate", {"round": given.published.round} | self._memory_facts(client), arrays)
             for node, client in self.nodes.items()
-            if client < limit
+            if client < self._scored
         ]
         for node, reply in exchange(self.grid, messages, self.settings.timeout):
             counts = {} if problem_in(reply) else dict(reply.content.metric_records.get(SCORES) or {})

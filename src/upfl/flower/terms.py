@@ -136,9 +136,10 @@ def named_federation(config: Config) -> Federation:
 
 
 def unseen_federation(samples: Samples) -> Federation:
-    """The federation as its server knows it: no sample. One blank image stands for every client's, for its form."""
+    """The federation as its server knows it: no sample. A blank image stands for each client's, for the form."""
     ones = np.ones(samples.clients, np.int64)
-    clients = Clients(0 * ones, np.arange(samples.clients + 1), ones, np.zeros(samples.clients))
+    twice = np.zeros(2 * samples.clients, np.int64)  # once to train, once to validate
+    clients = Clients(twice, 2 * np.arange(samples.clients + 1), ones, np.zeros(samples.clients))
     blank = samples.source(np.zeros((1, *samples.shape), np.uint8), np.zeros(1, np.int64))
     return Federation(blank, clients, nobody(), np.empty(0, np.int64), ())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Hyper, Published, Training
+
+if TYPE_CHECKING:
+    from upfl.personalize.fitting import Need
 
 CHUNK = 256  # samples that pass through a model at once; bounds memory, and keeps activations near the cache
 
@@ -115,6 +118,10 @@ class Personalizer(ABC, Generic[H]):
         if training.serves_newcomers:
             return None
         return f"{training.name} has no model for a client that did not train"
+
+    def needs(self) -> tuple[Need, ...]:
+        """What must have been fitted over the training's clients before this can personalize, in that order."""
+        return ()
 
     @abstractmethod
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized: ...

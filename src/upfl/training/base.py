@@ -87,6 +87,10 @@ class Client(Protocol):
     def round(self) -> int: ...
 
     @property
+    def seed(self) -> int:
+        """The run's."""
+
+    @property
     def count(self) -> int:
         """The number of samples in its train split."""
 
@@ -146,22 +150,11 @@ class Published:
 H = TypeVar("H", bound=Hyper)
 
 
-class Training(ABC, Generic[H]):
-    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+class Stage(ABC, Generic[H]):
+    """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    Hyper: ClassVar[type[Any]]
-    adaptation: Model | None = None  # g, where the training learns one
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
-    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
-    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
-
-    def __init__(self, task: Task, hyper: H) -> None:
-        self.task = task
-        self.model = task.model
-        self.hyper = hyper
 
     @abstractmethod
     def init(self, generator: torch.Generator) -> State:
@@ -184,6 +177,22 @@ class Training(ABC, Generic[H]):
     @abstractmethod
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """The server's next state. The old one is used up: a training with a large state may change it in place."""
+
+
+class Training(Stage[H]):
+    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Hyper: ClassVar[type[Any]]
+    adaptation: Model | None = None  # g, where the training learns one
+    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
+
+    def __init__(self, task: Task, hyper: H) -> None:
+        self.task = task
+        self.model = task.model
+        self.hyper = hyper
 
     def publish(self, server: State) -> State:
         """What newcomers receive."""

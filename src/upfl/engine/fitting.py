@@ -1,0 +1,86 @@
+"""Fitting over a trained model: the fold of a training's round, with what clients remember kept in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.group import Group
+from upfl.errors import BadClientError, StoppedError
+from upfl.personalize.base import Personalizer
+from upfl.personalize.fitting import CrossFitted, Fit, needs_of
+from upfl.randomness import generator
+from upfl.state import State
+from upfl.training.base import Published
+
+
+def fit_needs(
+    personalizers: list[Personalizer[Any]],
+    published: Published,
+    federation: Federation,
+    inputs: Inputs,
+    seed: int,
+    group: Group,
+    limit: int | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+    """Fit what the personalizers need, on the training clients (or the first `limit`) that have validation data.
+
+    Returns it with facts about each fit, for the metrics.
+    """
+    sizes = federation.training.sizes() - federation.training.train_counts
+    ids = [i for i in range(min(len(sizes), limit or len(sizes))) if sizes[i]]
+    clients = [LocalClient(federation, inputs, seed, i, 0) for i in ids]
+    return fit_by(lambda key, fit: run(fit, clients, seed, group), personalizers, published, tell)
+
+
+def fit_by(
+    runner: Callable[[str, Fit], tuple[State, int]],
+    personalizers: list[Personalizer[Any]],
+    published: Published,
+    tell: Callable[[str], None],
+) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+    """Fit what the personalizers need, in order, each by `runner`: it returns the end state and how many are missing."""
+    given, facts = CrossFitted(published), {}
+    for key, need in needs_of(personalizers).items():
+        tell(f"fitting {key}")
+        fit = need.stage(given)
+        server, left_out = runner(key, fit)
+        given = given.plus(fit.results(server))
+        facts[key] = fit.facts(server) | ({"left_out": left_out} if left_out else {})
+    return given, facts
+
+
+def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
+    """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
+    server = fit.init(generator(seed, "fit", fit.key))
+    ours = group.share(clients, [len(client.federation.training.validation(client.id)) for client in clients])
+    memories = {client.id: fit.memory(client) for client in ours}
+    example = ours[0] if ours else clients[0]
+    like, _ = fit.finish(server, memories.get(example.id) or fit.memory(example), example)
+    total = FixedPointSum(like, len(clients), fit.scales)
+    left_out = torch.zeros(1, dtype=torch.int64)
+    for round in range(fit.rounds):
+        total.reset(len(clients))
+        for client in ours:
+            group.check()
+            up, memories[client.id] = fit.finish(server, fit.begin(server, memories[client.id], client), client)
+            try:
+                total.add(up)
+            except BadClientError:
+                left_out += 1
+        group.sum_(total.buffer)
+        total.merged()
+        if not total.count:
+            raise StoppedError(f"{fit.key}: what every client sent was not finite or too large; the model has diverged")
+        server = fit.aggregate(server, total, round)
+        if fit.done(server):
+            break
+    group.sum_(left_out)
+    return server, int(left_out)

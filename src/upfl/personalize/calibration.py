@@ -1,0 +1,252 @@
+"""Calibration: probabilities that mean what they say, fitted by the federation; and what stands on it.
+
+    p = softmax(a log softmax(z) + b),   a = 1 / temperature,   sum_c b_c = 0
+
+a and b minimise the cross-entropy on training clients' validation data, after each client personalized as a newcomer
+would (so that what a personalizer does to the probabilities is calibrated, too). The problem is convex: Newton steps,
+whose loss, gradient and Hessian are sums over clients. A step that does not lower the loss is halved.
+
+    pi = mean p over that data        with b free, the label frequencies there; what p is a posterior for
+
+Settled: a is drawn to 1 with the weight of one sample, without which it has no bound where every prediction is right.
+b is drawn to 0 with weight 1e-3 a sample from 62 classes on, where validation data is too thin to fit it freely, 1e-6
+below. pi is smoothed by 1e-4 and 1e-6 accordingly.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic import Field, create_model
+from torch import Tensor
+
+from upfl.errors import RunError
+from upfl.personalize.base import Personalized, Personalizer, Predictor, Unlabelled, entropy
+from upfl.personalize.estimate import Reliability, estimates
+from upfl.personalize.fitting import FITS, Fit, Need, takes_part
+from upfl.personalize.nothing import Nothing
+from upfl.state import State, select
+from upfl.training.base import Client, Hyper, Published, Total, Training
+
+MANY_CLASSES = 62
+
+
+class Calibration(Fit):
+    """Newton's method for all fits at once. theta = (a, b) of each fit."""
+
+    key = "calibration"
+    rounds = 60
+    # Sums of Hessians are large, and need not be exact: a Newton step corrects itself.
+    scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian", "prior"), 24)
+
+    def init(self, generator: torch.Generator) -> State:
+        theta = torch.zeros(FITS, 1 + self.classes, dtype=torch.float64)
+        theta[:, 0] = 1
+        return {
+            "point": theta,  # where the clients look next
+            "theta": theta.clone(),  # the best so far, what the loss is there, and where to go from there
+            "loss": torch.full((FITS,), torch.inf, dtype=torch.float64),
+            "direction": torch.zeros_like(theta),
+            "fraction": torch.ones(FITS, dtype=torch.float64),
+            "decrement": torch.full((FITS,), torch.inf, dtype=torch.float64),
+            "prior": torch.full((FITS, self.classes), 1 / self.classes, dtype=torch.float64),
+            "confusion": torch.zeros(FITS, self.classes, self.classes, dtype=torch.float64),
+        }
+
+    def memory(self, client: Client) -> State:
+        newcomer, y = self.play(client)
+        logits = self.personalizer.personalize(self.given.without(client.id), newcomer).logits
+        return {"scores": logits.cpu().double().log_softmax(1), "y": y}
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        sums = [newton_sums(theta, carry["scores"], carry["y"]) for theta in server["point"]]
+        taking = takes_part(client.id)
+        up = {name: torch.stack([one[name] for one in sums]) for name in sums[0]}
+        return {name: value * taking.view(-1, *[1] * (value.dim() - 1)) for name, value in up.items()}, carry
+
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        count = total["count"].double().clamp(min=1)
+        weight = torch.full((1 + self.classes,), self.penalty(), dtype=torch.float64).repeat(FITS, 1)
+        weight[:, 0] = 1 / count
+        away = server["point"].clone()
+        away[:, 0] -= 1
+        loss = total["loss"] / count + 0.5 * (weight * away.square()).sum(1)
+        gradient = total["gradient"] / count.unsqueeze(1) + weight * away
+        hessian = total["hessian"] / count.view(-1, 1, 1) + torch.diag_embed(weight)
+        hessian[:, 1:, 1:] += 1  # b's mean does not show in p: keep it where it is
+
+        better = loss <= server["loss"]
+        step = -torch.linalg.solve(hessian, gradient)
+        # a stays positive
+        longest = torch.where(step[:, 0] < 0, 0.9 * server["point"][:, 0] / -step[:, 0], 1.0).clamp(max=1)
+        row = better.unsqueeze(1)
+        theta = torch.where(row, server["point"], server["theta"])
+        direction = torch.where(row, step, server["direction"])
+        fraction = torch.where(better, longest, server["fraction"] / 2)
+        return {
+            "point": theta + fraction.unsqueeze(1) * direction,
+            "theta": theta,
+            "loss": torch.where(better, loss, server["loss"]),
+            "direction": direction,
+            "fraction": fraction,
+            "decrement": torch.where(better, -(gradient * step).sum(1), server["decrement"]),
+            "prior": torch.where(row, total["prior"] / count.unsqueeze(1), server["prior"]),
+            "confusion": torch.where(
+                better.view(-1, 1, 1), total["confusion"].double() / count.view(-1, 1, 1), server["confusion"]
+            ),
+        }
+
+    def penalty(self) -> float:
+        return 1e-3 if self.classes >= MANY_CLASSES else 1e-6
+
+    def done(self, server: State) -> bool:
+        return bool(((server["decrement"] < 1e-12) | (server["fraction"] < 1e-6)).all())
+
+    def facts(self, server: State) -> dict[str, float]:
+        return {"temperature": 1 / server["theta"][0, 0].item(), "cross_entropy": server["loss"][0].item()}
+
+    def fitted(self, server: State, fit: int) -> State:
+        smoothing = 1e-4 if self.classes >= MANY_CLASSES else 1e-6
+        prior = server["prior"][fit] + smoothing
+        return {
+            "scale": server["theta"][fit, 0].clone(),
+            "bias": server["theta"][fit, 1:].clone(),
+            "prior": prior / prior.sum(),
+            "confusion": server["confusion"][fit].clone(),
+        }
+
+
+def newton_sums(theta: Tensor, scores: Tensor, y: Tensor) -> State:
+    """A client's part of the loss, its gradient and Hessian at theta; and of the mean posterior and confusion there."""
+    classes = scores.shape[1]
+    log_p = (theta[0] * scores + theta[1:]).log_softmax(1)
+    p = log_p.exp()
+    off = p.clone()
+    off[torch.arange(len(y)), y] -= 1
+    mean = (p * scores).sum(1, keepdim=True)
+    mixed = (p * (scores - mean)).sum(0)
+    hessian = torch.empty(1 + classes, 1 + classes, dtype=scores.dtype)
+    hessian[0, 0] = (p * (scores - mean).square()).sum()
+    hessian[0, 1:] = hessian[1:, 0] = mixed
+    hessian[1:, 1:] = p.sum(0).diag() - p.T @ p
+    predicted_as = torch.bincount(p.argmax(1) * classes + y, minlength=classes**2)
+    return {
+        "count": torch.tensor(len(y)),
+        "loss": -log_p[torch.arange(len(y)), y].sum(),
+        "gradient": torch.cat([(off * scores).sum().view(1), off.sum(0)]),
+        "hessian": hessian,
+        "prior": p.sum(0),
+        "confusion": predicted_as.view(classes, classes),
+    }
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """What a calibration came to."""
+
+    scale: float
+    bias: Tensor
+    prior: Tensor
+    confusion: Tensor
+
+    @classmethod
+    def of(cls, published: Published, personalizer: str) -> Calibrator:
+        known = fitted(published, f"{Calibration.key}.{personalizer}")
+        return cls(float(known["scale"]), known["bias"], known["prior"], known["confusion"])
+
+    def log_posterior(self, logits: Tensor) -> Tensor:
+        return (self.scale * logits.cpu().double().log_softmax(1) + self.bias).log_softmax(1)
+
+    def predictor(self, base: Predictor, mix: Tensor | None = None) -> Predictor:
+        """The calibrated model, for another mix of classes where one is given: log p + log q - log pi."""
+        bias = self.bias if mix is None else self.bias + mix.log() - self.prior.log()
+        if base.bias is not None:
+            bias = bias + self.scale * base.bias.cpu().double()
+        return replace(base, temperature=base.temperature / self.scale, bias=bias.float())
+
+
+def fitted(published: Published, name: str) -> State:
+    """What was fitted under a name."""
+    found = select(published.fitted, name)
+    if not found:
+        raise RunError(
+            f"'{name}' was not fitted in this federation, and the personalizer needs it: "
+            "score the personalizer in the run (`upfl score RUN`), which fits it"
+        )
+    return found
+
+
+H = TypeVar("H", bound=Hyper)
+
+
+class Correction(Personalizer[H]):
+    """A personalizer that corrects another one's calibrated predictions: those of `none`, or as `BASE+NAME` of BASE.
+
+    For it, training clients play the newcomer when they validate, too: they bring no memory.
+    """
+
+    Base: ClassVar[type[Personalizer[Any]]] = Nothing
+
+    def __init__(self, training: Training[Any], hyper: H) -> None:
+        super().__init__(training, hyper)
+        self.base = self.Base(training, getattr(hyper, "base", None) or self.Base.Hyper())
+
+    @classmethod
+    @cache
+    def on(cls, base: type[Personalizer[Any]]) -> type[Correction[Any]]:
+        """This correction of another personalizer."""
+        own: Any = create_model(
+            cls.Hyper.__name__, __base__=cls.Hyper, base=(base.Hyper, Field(default_factory=base.Hyper))
+        )
+        members = {"name": f"{base.name}+{cls.name}", "title": f"{base.title}, {cls.title}", "Hyper": own, "Base": base}
+        return type(f"{base.__name__}{cls.__name__}", (cls,), members)
+
+    @classmethod
+    def why_not(cls, training: Training[Any]) -> str | None:
+        return cls.Base.why_not(training)
+
+    def needs(self) -> tuple[Need, ...]:
+        return (*self.base.needs(), Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
+
+    def own_needs(self) -> tuple[Need, ...]:
+        """What this needs besides the calibration."""
+        return ()
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        base = self.base.personalize(published, client)
+        calibrator = Calibrator.of(published, self.base.name)
+        posterior, mix, decision = self.correct(base, calibrator, published)
+        logits = posterior.clamp(min=1e-300).log()
+        diary = replace(
+            base.diary,
+            entropy=[*base.diary.entropy, entropy(logits).mean().item()],
+            decision=decision if self.Base is Nothing else f"{base.diary.decision}; {decision}",
+            mix=(posterior.mean(0) if mix is None else mix).tolist(),
+            accuracy=estimates(base.before, posterior, select(published.fitted, f"{Reliability.key}.{self.name}")),
+        )
+        return Personalized(base.before, logits.to(base.logits), calibrator.predictor(base.predictor, mix), diary)
+
+    @abstractmethod
+    def correct(
+        self, base: Personalized, calibrator: Calibrator, published: Published
+    ) -> tuple[Tensor, Tensor | None, str]:
+        """(the posterior of each of the client's samples, its mix of classes where it has one, what was decided)"""
+
+
+class CalibratedHyper(Hyper):
+    pass
+
+
+class Calibrated(Correction[CalibratedHyper]):
+    name = "calibrated"
+    title = "calibrated"
+    Hyper = CalibratedHyper
+
+    def correct(
+        self, base: Personalized, calibrator: Calibrator, published: Published
+    ) -> tuple[Tensor, Tensor | None, str]:
+        return calibrator.log_posterior(base.logits).exp(), None, f"temperature {1 / calibrator.scale:.3g} and a bias"

@@ -1,0 +1,262 @@
+"""Label-shift correction: the newcomer's own mix of classes, on a frozen, calibrated model. Beyond the paper.
+
+With l_ic = log p_ic - log pi_c of the calibrated model, for each prior strength s in a grid, s >= s_min:
+
+    q ~ Dirichlet(s pi):   responsibilities r^s and evidence L_s by variational Bayes (class_mix.py)
+    s = infinity:          r = p, q = pi, L = 0
+    w_s proportional to exp(L_s);   r = sum_s w_s r^s,   q = sum_s w_s q^s
+
+The newcomer's own samples are predicted by argmax r, later ones by argmax l_c + log q_c.
+
+The gate. Evidence alone is fooled by feature shift: unlike inputs look like an unlike mix. So the federation says how
+weak a prior is justified: each training client plays the newcomer on its validation split, with the calibration fitted
+on other clients, and counts the negative log-likelihood of its labels for each s_min. The least sum wins; within one
+standard error of it (of the paired difference, over clients) the largest s_min. The newcomer's evidence may choose less
+adaptation than the training clients justify, never more.
+
+`prior = "mixture"` adds to the grid a mixture of Dirichlets fitted to the training clients' label counts, where it
+predicts those clients' labels better than the grid does: classes that come in families. What the server learns from it,
+and newcomers with it, is which classes occur together.
+
+`em` is plain expectation-maximisation (Saerens, Latinne, Decaestecker 2002), `map-em` its mode under a Dirichlet prior,
+`bbse` black-box shift estimation (Lipton, Wang, Smola 2018): without evidence, and without a gate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from upfl.personalize import class_mix
+from upfl.personalize.base import Personalized
+from upfl.personalize.calibration import Calibrator, Correction, fitted
+from upfl.personalize.class_mix import STRENGTHS, Posterior, variational
+from upfl.personalize.fitting import FITS, Fit, Need, takes_part
+from upfl.state import State
+from upfl.training.base import Client, Hyper, Published, Total
+
+MENUS = (*STRENGTHS, math.inf)  # what s_min is chosen from
+
+
+class LabelShiftHyper(Hyper):
+    prior: Literal["grid", "mixture"] = Field("grid", description="what a newcomer's class mix is expected to be")
+    gate: float | None = Field(None, ge=0, description="s_min; by default what training clients justify")
+
+
+class LabelShift(Correction[LabelShiftHyper]):
+    name = "label-shift"
+    title = "label-shift correction"
+    Hyper = LabelShiftHyper
+
+    def own_needs(self) -> tuple[Need, ...]:
+        mixture = (Need.of(Mixture, self.base),) if self._mixes else ()
+        return (*mixture, Need.of(Gate, self))
+
+    def correct(
+        self, base: Personalized, calibrator: Calibrator, published: Published
+    ) -> tuple[Tensor, Tensor | None, str]:
+        posterior, menus = self.posterior(calibrator.log_posterior(base.logits), calibrator, published)
+        if self.hyper.gate is None:
+            menu = int(fitted(published, f"{Gate.key}.{self.name}")["menu"])
+        else:
+            menu = len(menus) - len(MENUS) + sum(s < self.hyper.gate for s in MENUS)
+        r, mix, weights = posterior.averaged(menus[menu])
+        return r, mix, self._explained(menu - len(menus), weights)
+
+    def posterior(self, log_p: Tensor, calibrator: Calibrator, published: Published) -> tuple[Posterior, Tensor]:
+        """Posteriors under every prior, and log weights [menus, priors] of what each menu allows.
+
+        The priors: the mixture's components where asked for, the grid from weak to strong, infinity. The menus: the
+        mixture, then each s_min. So later ones adapt less.
+        """
+        pi = calibrator.prior
+        strengths = torch.tensor(MENUS, dtype=pi.dtype)
+        alpha = strengths[:-1].unsqueeze(1) * pi
+        menus = torch.where(strengths >= strengths.unsqueeze(1), 0.0, -math.inf).double()
+        if self._mixes:
+            mixture = fitted(published, f"{Mixture.key}.{self.base.name}")
+            families = len(mixture["weight"])
+            alpha = torch.cat([mixture["alpha"], alpha])
+            menus = torch.cat([torch.full((len(menus), families), -math.inf).double(), menus], 1)
+            first = torch.full((1, menus.shape[1]), -math.inf).double()
+            first[0, :families], first[0, -1] = mixture["weight"].log(), 0.0
+            menus = torch.cat([first, menus])
+        p = log_p.exp()
+        return class_mix.with_unadapted(variational(log_p - pi.log(), alpha, p), p, pi), menus
+
+    @property
+    def _mixes(self) -> bool:
+        return self.hyper.prior == "mixture"
+
+    def _explained(self, menu: int, weights: Tensor) -> str:
+        unadapted = float(weights[-1])
+        if menu == -1:
+            return "the calibrated model, because training clients justify no adaptation of the class mix"
+        allowed = "a mixture of class families" if menu < -len(MENUS) else f"prior strengths from {MENUS[menu]:g} on"
+        why = "justified by training clients" if self.hyper.gate is None else "as configured"
+        grid = weights[-len(MENUS) : -1]
+        strength = f", most on {STRENGTHS[int(grid.argmax())]:g}" if menu >= -len(MENUS) else ""
+        return f"class mix by {allowed} ({why}{strength}); weight of no adaptation {unadapted:.2g}"
+
+
+class Gate(Fit):
+    """Which menu of priors the training clients justify. Later menus adapt less."""
+
+    key = "gate"
+    scales: ClassVar = {"gain": 30, "products": 20}
+    personalizer: LabelShift
+
+    @property
+    def menus(self) -> int:
+        return len(MENUS) + (self.personalizer.hyper.prior == "mixture")
+
+    def init(self, generator: torch.Generator) -> State:
+        return {"menu": torch.full((FITS,), self.menus - 1), "loss": torch.zeros(FITS, self.menus).double()}
+
+    def memory(self, client: Client) -> State:
+        """For each menu, the client's loss less that of no adaptation: negative log-likelihoods of its labels."""
+        newcomer, y = self.play(client)
+        published = self.given.without(client.id)
+        calibrator = Calibrator.of(published, self.personalizer.base.name)
+        base = self.personalizer.base.personalize(published, newcomer)
+        posterior, menus = self.personalizer.posterior(calibrator.log_posterior(base.logits), calibrator, published)
+        chosen = posterior.r[:, torch.arange(len(y)), y]  # [priors, n]
+        weights = (posterior.evidence + menus).softmax(1)
+        losses = -(weights @ chosen).clamp(min=1e-12).log().sum(1)
+        return {"gain": losses - losses[-1], "samples": torch.tensor(len(y))}
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        taking, gain = takes_part(client.id), carry["gain"]
+        return {
+            "clients": taking.long(),
+            "samples": taking * carry["samples"],
+            "gain": taking.unsqueeze(1) * gain,
+            "products": taking.view(-1, 1, 1) * torch.outer(gain, gain),
+        }, carry
+
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        clients, samples = total["clients"], total["samples"].clamp(min=1)
+        menus = [choose(*sums) for sums in zip(total["gain"], total["products"], clients.tolist(), strict=True)]
+        return {"menu": torch.tensor(menus), "loss": total["gain"] / samples.unsqueeze(1)}
+
+    def facts(self, server: State) -> dict[str, float]:
+        menu = int(server["menu"][0])
+        return {"menu": menu, "gain_nats": -server["loss"][0, menu].item()}
+
+    def fitted(self, server: State, fit: int) -> State:
+        return {name: value[fit].clone() for name, value in server.items()}
+
+
+def choose(loss: Tensor, products: Tensor, clients: int) -> int:
+    """The last menu whose loss is within one standard error of the least, from sums over clients of losses and of
+    their products."""
+    if clients < 2:
+        return len(loss) - 1
+    best = int(loss.argmin())
+    squares = products.diag() - 2 * products[best] + products[best, best]
+    excess = loss - loss[best]
+    variance = (squares - excess.square() / clients).clamp(min=0) * clients / (clients - 1)
+    return int((excess <= variance.sqrt()).nonzero().max())
+
+
+class Mixture(Fit):
+    """A mixture of Dirichlets over the training clients' class mixes, by EM on their label counts.
+
+    A client's part is how much each component explains it, and Minka's fixed point for the components' parameters:
+        alpha_kc <- alpha_kc * sum_i g_ik [digamma(n_ic + alpha_kc) - digamma(alpha_kc)]
+                             / sum_i g_ik [digamma(n_i + alpha_k0) - digamma(alpha_k0)]
+    """
+
+    key = "mixture"
+    rounds = 60
+    families: ClassVar = 20
+
+    def init(self, generator: torch.Generator) -> State:
+        shape = (self.families, self.classes)
+        alpha = 0.05 + torch.rand(shape, generator=generator, dtype=torch.float64).pow(4)
+        return {
+            "alpha": alpha.repeat(FITS, 1, 1),
+            "weight": torch.full((FITS, self.families), 1 / self.families, dtype=torch.float64),
+        }
+
+    def memory(self, client: Client) -> State:
+        labels = torch.cat([batch.y.cpu() for batch in client.batches("train", 1024)])
+        return {"counts": torch.bincount(labels, minlength=self.classes).double()}
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        counts, alpha = carry["counts"], server["alpha"]
+        strength = alpha.sum(2)
+        fit = (torch.lgamma(alpha + counts) - torch.lgamma(alpha)).sum(2)
+        fit += torch.lgamma(strength) - torch.lgamma(strength + counts.sum())
+        explains = (fit + server["weight"].log()).softmax(1) * takes_part(client.id).unsqueeze(1)
+        up = torch.digamma(alpha + counts) - torch.digamma(alpha)
+        down = torch.digamma(strength + counts.sum()) - torch.digamma(strength)
+        return {
+            "weight": explains,
+            "up": (explains.unsqueeze(2) * up).clamp(max=1e4),
+            "down": (explains * down).clamp(max=1e4),
+        }, carry
+
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        weight = total["weight"] + 1e-6
+        alpha = server["alpha"] * total["up"] / total["down"].clamp(min=1e-9).unsqueeze(2)
+        return {"alpha": alpha.clamp(1e-3, 1e4), "weight": weight / weight.sum(1, keepdim=True)}
+
+    def fitted(self, server: State, fit: int) -> State:
+        return {name: value[fit].clone() for name, value in server.items()}
+
+
+class EmHyper(Hyper):
+    pass
+
+
+class Em(Correction[EmHyper]):
+    name = "em"
+    title = "expectation-maximisation of the class mix"
+    Hyper = EmHyper
+
+    def correct(
+        self, base: Personalized, calibrator: Calibrator, published: Published
+    ) -> tuple[Tensor, Tensor | None, str]:
+        likelihood = calibrator.log_posterior(base.logits) - calibrator.prior.log()
+        r, mix = class_mix.expectation_maximisation(likelihood, calibrator.prior)
+        return r, mix.clamp(min=1e-12), "the most likely class mix"
+
+
+class MapEmHyper(Hyper):
+    strength: float = Field(5.0, gt=0, description="how many samples the federation's class mix counts for")
+
+
+class MapEm(Correction[MapEmHyper]):
+    name = "map-em"
+    title = "most probable class mix"
+    Hyper = MapEmHyper
+
+    def correct(
+        self, base: Personalized, calibrator: Calibrator, published: Published
+    ) -> tuple[Tensor, Tensor | None, str]:
+        likelihood = calibrator.log_posterior(base.logits) - calibrator.prior.log()
+        r, mix = class_mix.expectation_maximisation(likelihood, calibrator.prior, self.hyper.strength)
+        return r, mix, f"the class mix at the mode under a prior worth {self.hyper.strength:g} samples"
+
+
+class BbseHyper(Hyper):
+    pass
+
+
+class Bbse(Correction[BbseHyper]):
+    name = "bbse"
+    title = "black-box shift estimation"
+    Hyper = BbseHyper
+
+    def correct(
+        self, base: Personalized, calibrator: Calibrator, published: Published
+    ) -> tuple[Tensor, Tensor | None, str]:
+        log_p = calibrator.log_posterior(base.logits)
+        predicted = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double() / len(log_p)
+        mix = class_mix.black_box(calibrator.confusion, predicted, calibrator.prior).clamp(min=1e-12)
+        return (log_p - calibrator.prior.log() + mix.log()).softmax(1), mix, "the class mix by the confusion matrix"
