@@ -9,6 +9,10 @@ class DataError(UpflError):
     """A data file is missing, damaged or not what its name says, or a partition cannot be made from it."""
 
 
+class BundleError(DataError):
+    """A bundle cannot be written, or what is found in one does not fit."""
+
+
 class ConfigError(UpflError):
     """A name or a value in a configuration, on the command line or in a call does not fit."""
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +110,16 @@ def convnet(shape: tuple[int, int, int], classes: int, hidden: int = 512, width:
 def adaptation_model(classes: int, width: int = 32) -> Model:
     """g: a sample's logits to a scalar that says how badly they fit."""
     return mlp(classes, (width, width, width), 1)
+
+
+def describe(model: Model) -> list[dict[str, Any]]:
+    """The layers as data, from which `described` makes the model again."""
+    kinds = {layer: kind for kind, layer in _KINDS.items()}
+    return [{"kind": kinds[type(layer)], **vars(layer)} for layer in model.layers]
+
+
+def described(layers: Iterable[Mapping[str, Any]]) -> Model:
+    return Model(tuple(_KINDS[layer["kind"]](**{k: v for k, v in layer.items() if k != "kind"}) for layer in layers))
 
 
 class Trace:
@@ -403,3 +413,12 @@ class _FlattenPass(_PiecewiseLinear):
 
     def push(self, dx: Tensor) -> Tensor:
         return dx.flatten(1)
+
+
+_KINDS: dict[str, type[Any]] = {
+    "linear": Linear,
+    "convolution": Conv,
+    "relu": Relu,
+    "max-pool": MaxPool,
+    "flatten": Flatten,
+}

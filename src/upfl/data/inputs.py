@@ -1,14 +1,57 @@
 """Pixels to tensors: the samples that a client's code asks for, normalized, and turned where a client's images are."""
 
+from __future__ import annotations
+
 import math
+from typing import Annotated, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from upfl.data.files import Samples
+from upfl.data.formats import Shape
 from upfl.data.sources import Source
+
+
+class InputFormat(BaseModel):
+    """What a model takes: images of a shape, normalized by (pixel / scale - mean) / std."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    shape: tuple[Annotated[int, Field(ge=1, le=2**16)], ...] = Field(description="channels, height, width")
+    scale: float = Field(gt=0, description="the value of full intensity, where pixels are integers")
+    mean: tuple[float, ...] = Field(description="of each channel")
+    std: tuple[Annotated[float, Field(gt=0)], ...]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.shape) != 3 or not len(self.mean) == len(self.std) == self.shape[0]:
+            raise ValueError("shape is channels, height, width; mean and std have a value for each channel")
+        return self
+
+    @classmethod
+    def of(cls, source: Source) -> InputFormat:
+        return cls(shape=source.images.shape[1:], scale=source.scale, mean=source.mean, std=source.std)
+
+    @property
+    def image(self) -> Shape:
+        channels, height, width = self.shape
+        return channels, height, width
+
+    def affine(self, scale: float) -> tuple[Tensor, Tensor]:
+        """The normalization of pixels up to `scale`, as one multiplication and one addition."""
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        return 1 / (scale * std), -torch.tensor(self.mean).view(-1, 1, 1) / std
+
+    def normalized(self, samples: Samples) -> Tensor:
+        """A user's samples as the model takes them, to the bits that `Inputs` makes of the same pixels."""
+        factor, offset = self.affine(samples.scale)
+        pixels = torch.from_numpy(samples.images)
+        return pixels.to(torch.float32, memory_format=torch.channels_last, copy=True).mul_(factor).add_(offset)
 
 
 class Inputs:
@@ -17,10 +60,7 @@ class Inputs:
     def __init__(self, source: Source, device: torch.device | None = None) -> None:
         self.images, self.labels = source.images, source.labels
         self.device = device or torch.device("cpu")
-        # (pixel / scale - mean) / std as one multiplication and one addition
-        std = torch.tensor(source.std).view(-1, 1, 1)
-        self.factor = (1 / (source.scale * std)).to(self.device)
-        self.offset = (-torch.tensor(source.mean).view(-1, 1, 1) / std).to(self.device)
+        self.factor, self.offset = (value.to(self.device) for value in InputFormat.of(source).affine(source.scale))
 
     def x(self, indices: NDArray[np.int64], angle: float = 0.0) -> Tensor:
         """Normalized images, channels last in memory; `angle` in degrees, counter-clockwise."""

@@ -232,7 +232,7 @@ L = TypeVar("L", bound=LocalHyper)
 class LocalTraining(Training[L]):
     """Clients start from the server's models, train locally, send the change; the server adds the mean change.
 
-    psi, and phi where there is one, live in the state under these names.
+    psi, and phi where there is one, live in the state under these names: newcomers receive these and nothing else.
     """
 
     def init(self, generator: torch.Generator) -> State:
@@ -256,6 +256,9 @@ class LocalTraining(Training[L]):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}
+
+    def publish(self, server: State) -> State:
+        return {name: value for name, value in server.items() if name.startswith(("psi.", "phi."))}
 
     def start(self, published: Published, x: Tensor, memory: State | None) -> State:
         return self.model.layout(select(published.state, "psi"))

@@ -125,6 +125,9 @@ class OdpflHn(FedAvg):
                 value.sub_(total.mean(name).to(value.device), alpha=rate * scale)
         return server
 
+    def publish(self, server: State) -> State:
+        return server
+
     def start(self, published: Published, x: Tensor, memory: State | None) -> State:
         return self.model.layout(self.generate(published.state, list(x.split(CHUNK))))  # type: ignore[no-untyped-call]
 

@@ -1,0 +1,547 @@
+"""What a trained federation ships to newcomers, and what a newcomer makes of it.
+
+    mine = Bundle.load("bundle").personalize(x)     x: a newcomer's images, without labels
+    mine.predict(x), mine.predict_proba(x)          its own model, on these images or on later ones
+    mine.save("me"); PersonalModel.load("me")
+
+A bundle is a folder. Nothing in it is code, and nothing says on which machine it was made:
+
+    manifest.json           what it is: task, input, model, training, personalizers; for a person and for `load`
+    weights.safetensors     the published state (`state.`), what was fitted after training (`fitted.`); in a newcomer's
+                            own bundle its parameters (`0.`, one number for each model of an ensemble) and `bias`
+    members/N.safetensors   training clients' own layers, only where the method hands them out
+    README.md               the model card
+    SHA256SUMS              of all these files: `sha256sum -c` checks it, `load` does
+
+`load` reads the files that the manifest asks for and no others, and refuses what does not fit: another schema, a wrong
+checksum, tensors of other names, shapes or types than the training needs, numbers that are not finite. Checksums find
+damage, they do not tell who made a bundle: take bundles from those you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from upfl import models
+from upfl.data.files import Samples, from_array
+from upfl.data.inputs import InputFormat
+from upfl.errors import BundleError, UpflError
+from upfl.manifest import (
+    CARD,
+    MANIFEST,
+    SCHEMA,
+    SUMS,
+    WEIGHTS,
+    FederationManifest,
+    LayerSection,
+    Manifest,
+    PersonalManifest,
+    TaskSection,
+    TrainingSection,
+    member_file,
+)
+from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
+from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled
+from upfl.personalize.fitting import CrossFitted, needs_of
+from upfl.randomness import generator
+from upfl.report.card import federation_card, personal_card
+from upfl.state import State, contiguous, prefixed, select
+from upfl.suggest import unknown
+from upfl.training.base import Published, Task, Training
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from upfl.api import Run
+
+TEXT_LIMIT = 2**24  # bytes of a file that is read as text
+CHUNK = 4096  # samples that are made floats at once
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a federation hands to newcomers."""
+
+    manifest: FederationManifest
+    training: Training[Any]
+    published: Published
+    personalizers: Mapping[str, Personalizer[Any]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Bundle:
+        """Open a bundle, after everything in it was checked."""
+        return _opened(path, cls, "it is a newcomer's own model: `upfl predict`, or PersonalModel.load")
+
+    @property
+    def classes_(self) -> NDArray[np.str_]:
+        return np.array(self.manifest.task.classes)
+
+    @property
+    def warning(self) -> str:
+        """What everyone who passes the bundle on should know."""
+        if not self.manifest.members:
+            return ""
+        return f"It holds {self.manifest.members} training clients' own layers, which may tell about their data."
+
+    def personalize(self, x: ArrayLike | Samples, personalizer: str | None = None, *, seed: int = 0) -> PersonalModel:
+        """A newcomer's own model, from images without labels, by the bundle's default personalizer or another of its.
+
+        x is an array of images [n, h, w], [n, h, w, c] or [n, c, h, w]: integers up to the data set's full intensity
+        (mostly 255), or floats in [0, 1].
+        """
+        name = personalizer or self.manifest.default
+        if name not in self.personalizers:
+            raise unknown("personalizer", name, self.personalizers)
+        task = self.manifest.task
+        with _one_thread():
+            normalized = task.input.normalized(_samples(x, task))
+            personalized = self.personalizers[name].personalize(self.published, Unlabelled(0, normalized, seed))
+        predictor = personalized.predictor
+        manifest = PersonalManifest(
+            made_with=_version(),
+            task=task,
+            model=self.manifest.model,
+            training=self.manifest.training,
+            personalizer=name,
+            hyper=self.manifest.personalizers[name],
+            samples=len(normalized),
+            diary=personalized.diary,
+            models=len(predictor.params),
+            temperature=predictor.temperature,
+        )
+        return PersonalModel(manifest, predictor, personalized)
+
+
+@dataclass(frozen=True)
+class PersonalModel:
+    """A newcomer's own model; predicts as scikit-learn's classifiers do."""
+
+    manifest: PersonalManifest
+    predictor: Predictor
+    personalized: Personalized | None = field(default=None, repr=False)  # what a stored model does not remember
+
+    @classmethod
+    def load(cls, path: str | Path) -> PersonalModel:
+        return _opened(path, cls, "it is a federation's bundle: `upfl personalize` makes a model of it")
+
+    @property
+    def classes_(self) -> NDArray[np.str_]:
+        return np.array(self.manifest.task.classes)
+
+    @property
+    def diary(self) -> Diary:
+        return self.manifest.diary
+
+    def predict_logits(self, x: ArrayLike | Samples) -> Tensor:
+        task = self.manifest.task
+        samples = _samples(x, task)
+        with _one_thread():
+            return torch.cat(
+                [
+                    self.predictor.logits(task.input.normalized(replace(samples, images=samples.images[i : i + CHUNK])))
+                    for i in range(0, len(samples), CHUNK)
+                ]
+            )
+
+    def predict_proba(self, x: ArrayLike | Samples) -> NDArray[np.float64]:
+        """Each class's probability, one row a sample, in the order of `classes_`."""
+        return _probabilities(self.predict_logits(x))
+
+    def predict(self, x: ArrayLike | Samples) -> NDArray[np.str_]:
+        """Each sample's most probable class."""
+        return self._named(self.predict_proba(x))
+
+    @cached_property
+    def label_distributions_(self) -> NDArray[np.float64]:
+        """The probabilities of the samples that it was personalized on, which were judged together."""
+        if self.personalized is None:
+            raise BundleError("a stored model does not remember the samples that it was personalized on")
+        return _probabilities(self.personalized.logits)
+
+    @property
+    def transduction_(self) -> NDArray[np.str_]:
+        """The most probable classes of these samples."""
+        return self._named(self.label_distributions_)
+
+    def _named(self, probabilities: NDArray[np.float64]) -> NDArray[np.str_]:
+        names: NDArray[np.str_] = self.classes_[probabilities.argmax(1)]
+        return names
+
+    def save(self, path: str | Path) -> None:
+        """Write it as a bundle of its own."""
+        predictor = self.predictor
+        state: State = {}
+        for i in range(len(predictor.params)):  # an ensemble's models may share tensors, which a file cannot
+            state |= prefixed(str(i), {name: value.clone() for name, value in predictor.params[i].items()})
+        if predictor.bias is not None:
+            state["bias"] = predictor.bias
+        _write(path, self.manifest, state, (), personal_card(self.manifest))
+
+
+def export(run: Run, out: str | Path) -> Bundle:
+    """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers."""
+    rows = {row["row"]: row for row in run.result["rows"]}
+    scored = {name: rows[row_name(run.training.name, name)] for name in run.config.personalize}
+    default = max(scored, key=lambda name: float(scored[name]["validation"]))
+    config, source = run.config, run.federation.source
+    summary = {
+        "method": config.method,
+        "dataset": config.dataset,
+        "rounds": run.result["rounds"],
+        "partition": config.partition.model_dump(mode="json", exclude_defaults=True),
+        "new_clients": len(run.federation.new),
+        "seed": config.seed,
+        "partition_seed": config.partition_seed,
+        "notes": run.result["notes"],
+        "scores": {
+            name: {
+                "round": row["best_round"],
+                "validation": row["validation"],
+                "before": row["test_before"],
+                "after": row["test"],
+            }
+            for name, row in scored.items()
+        },
+    }
+    return write(
+        out,
+        task=config.dataset,
+        classes=source.class_names,
+        input=InputFormat.of(source),
+        training=run.training,
+        published=run.published(default),
+        personalizers=config.personalize,
+        default=default,
+        summary=summary,
+    )
+
+
+def write(
+    out: str | Path,
+    *,
+    task: str,
+    classes: Sequence[str],
+    input: InputFormat,  # noqa: A002 - the manifest's word
+    training: Training[Any],
+    published: Published,
+    personalizers: Mapping[str, Mapping[str, Any]],
+    default: str,
+    summary: Mapping[str, Any],
+) -> Bundle:
+    """Write what a training published as a bundle; `personalizers` are names with their hyper-parameters."""
+    manifest = FederationManifest(
+        made_with=_version(),
+        task=TaskSection(name=task, classes=tuple(classes), input=input),
+        model=tuple(LayerSection(**layer) for layer in models.describe(training.task.model)),
+        training=TrainingSection(
+            name=training.name,
+            clients=training.task.clients,
+            round=published.round,
+            hyper=training.hyper.model_dump(mode="json", exclude_none=True),
+        ),
+        personalizers={
+            name: personalizer_class(name).Hyper(**values).model_dump(mode="json", exclude_none=True)
+            for name, values in personalizers.items()
+        },
+        default=default,
+        fitted=tuple(dict.fromkeys(name.rpartition(".")[0] for name in published.fitted)),
+        members=len(published.members),
+        summary=dict(summary),
+    )
+    state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
+    _write(out, manifest, state, published.members, federation_card(manifest))
+    return Bundle.load(out)
+
+
+# Writing
+
+
+def _write(out: str | Path, manifest: Manifest, state: State, members: Sequence[State], card: str) -> None:
+    """Put a complete bundle in its place, in one step."""
+    target = Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BundleError(f"{target}: is there already; choose another folder")
+    _check_finite(state, WEIGHTS)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".upfl-", dir=target.parent) as temporary:
+            folder = Path(temporary) / "bundle"
+            folder.mkdir()
+            (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+            (folder / CARD).write_text(card, encoding="utf-8")
+            _save(folder / WEIGHTS, state)
+            for i in range(len(members)):
+                (folder / member_file(i)).parent.mkdir(exist_ok=True)
+                _save(folder / member_file(i), members[i])
+            sums = [f"{_digest(folder / name)}  {name}\n" for name in manifest.files()]
+            (folder / SUMS).write_text("".join(sums), encoding="utf-8")
+            folder.rename(target)
+    except OSError as error:
+        raise BundleError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def _save(path: Path, state: State) -> None:
+    # The file sorts names by size; a state keeps its order, on which the order of floating-point sums may depend.
+    order = json.dumps(list(state))
+    save_file(contiguous({name: value.cpu() for name, value in state.items()}), path, {"order": order})
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _version() -> str:
+    from upfl import __version__  # here, because the package imports this module
+
+    return f"upfl {__version__}"
+
+
+# Reading
+
+B = TypeVar("B", Bundle, PersonalModel)
+
+
+def load(path: str | Path) -> Bundle | PersonalModel:
+    """Open either kind of bundle."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise BundleError(f"{folder}: is not a bundle's folder")
+    sums = _read_sums(folder)
+    manifest = _read_manifest(folder, sums)
+    for name in manifest.files():
+        _check_sum(folder, name, sums)
+    if extra := sorted(sums.keys() - set(manifest.files())):
+        raise BundleError(f"{folder / SUMS}: names {extra[0]}, which is no part of such a bundle")
+    training = _make_training(folder, manifest)
+    if isinstance(manifest, FederationManifest):
+        return _open_federation(folder, manifest, training)
+    assert isinstance(manifest, PersonalManifest)
+    return _open_personal(folder, manifest, training)
+
+
+def _opened(path: str | Path, kind: type[B], instead: str) -> B:
+    found = load(path)
+    if not isinstance(found, kind):
+        raise BundleError(f"{path}: {instead}")
+    return found
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(TEXT_LIMIT + 1)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > TEXT_LIMIT:
+        raise BundleError(f"{path}: is too large to be a bundle's")
+    return content
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    sums: dict[str, str] = {}
+    for line in _read_text(folder / SUMS).split(b"\n")[:-1]:
+        match = re.fullmatch(rb"([0-9a-f]{64})  ([\w./-]+)", line)
+        if not match:
+            raise BundleError(f"{folder / SUMS}: damaged")
+        sums[match[2].decode()] = match[1].decode()
+    return sums
+
+
+def _check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
+    path = folder / name
+    try:
+        digest = _digest(path)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    if sums.get(name) != digest:
+        raise BundleError(
+            f"{path}: is not the file that {SUMS} was written for: damaged or changed; get the bundle anew"
+        )
+
+
+def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
+    path = folder / MANIFEST
+    _check_sum(folder, MANIFEST, sums)
+    try:
+        document = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path}: is not JSON ({error})") from error
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA:
+        raise BundleError(f"{path}: its schema_version is {version!r}, and this version of upfl reads {SCHEMA}")
+    kinds: dict[str, type[Manifest]] = {"federation": FederationManifest, "personal": PersonalManifest}
+    kind = document.get("kind")
+    if kind not in kinds:
+        raise BundleError(f"{path}: its kind is {kind!r}, and should be {' or '.join(kinds)}")
+    try:
+        return kinds[kind].model_validate_json(_read_text(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "(whole)"
+        raise BundleError(f"{path}: {where}: {first['msg']} ({error.error_count()} value(s) do not fit)") from None
+
+
+def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
+    path, section = folder / MANIFEST, manifest.training
+    model = models.described(layer.model_dump(exclude_none=True) for layer in manifest.model)
+    # A training may make tensors of the model's sizes: they must not be larger than what the bundle brings.
+    bytes_there = sum((folder / name).stat().st_size for name in manifest.files())
+    if 4 * model.size > bytes_there:
+        raise BundleError(f"{path}: model: has {model.size} parameters, more than the bundle's files can hold")
+    try:
+        kind = training_class(section.name)
+        hyper = kind.Hyper(**section.hyper)
+        training: Training[Any] = kind(Task(model, len(manifest.task.classes), section.clients), hyper)
+    except (UpflError, ValidationError, AssertionError) as error:
+        hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, UpflError) else ""
+        raise BundleError(f"{path}: training: {error}{hint}") from error
+    x = torch.empty(2, *manifest.task.input.shape, device="meta")
+    try:
+        logits = training.logits(_parameters(training), x)
+    except (RuntimeError, IndexError) as error:
+        raise BundleError(f"{path}: the model does not take images of shape {list(x.shape[1:])} ({error})") from error
+    if logits.shape != (2, len(manifest.task.classes)):
+        raise BundleError(
+            f"{path}: the model tells {logits.shape[-1]} classes apart, and {len(manifest.task.classes)} are named"
+        )
+    return training
+
+
+def _parameters(training: Training[Any]) -> State:
+    """A client's parameters as the training needs them, without values."""
+    return {name: torch.empty(shape, device="meta") for name, shape in training.model.shapes.items()}
+
+
+def _open_federation(folder: Path, manifest: FederationManifest, training: Training[Any]) -> Bundle:
+    path = folder / MANIFEST
+    try:
+        personalizers = {
+            name: make_personalizer(name, training, personalizer_class(name).Hyper(**hyper))
+            for name, hyper in manifest.personalizers.items()
+        }
+        needs = needs_of(list(personalizers.values()))
+    except (UpflError, ValidationError) as error:
+        raise BundleError(f"{path}: personalizers: {error}") from error
+    if manifest.default not in personalizers:
+        raise BundleError(f"{path}: default: {unknown('personalizer', manifest.default, personalizers)}")
+    if bool(manifest.members) != training.publishes_memory:
+        raise BundleError(f"{path}: members: {manifest.members}, which does not fit {training.name}")
+    with torch.device("meta"):
+        expected = prefixed("state", training.publish(training.init(generator(0))))
+    given = CrossFitted(Published({}, manifest.training.round))
+    for need in needs.values():
+        fit = need.stage(given)
+        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[0])
+    tensors = _tensors(folder / WEIGHTS, expected)
+    members = _StoredMembers([folder / member_file(i) for i in range(manifest.members)], training)
+    for i in range(len(members)):
+        members[i]
+    published = Published(select(tensors, "state"), manifest.training.round, members, select(tensors, "fitted"))
+    return Bundle(manifest, training, published, personalizers)
+
+
+class _StoredMembers(Sequence[State]):
+    """Training clients' own layers, read and checked when they are asked for."""
+
+    def __init__(self, files: list[Path], training: Training[Any]) -> None:
+        self.files = files
+        with torch.device("meta"):
+            shared = training.publish(training.init(generator(0)))
+        self.expected = {
+            name: value for name, value in prefixed("psi", _parameters(training)).items() if name not in shared
+        }
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _tensors(self.files[index], self.expected)
+
+
+def _open_personal(folder: Path, manifest: PersonalManifest, training: Training[Any]) -> PersonalModel:
+    try:
+        personalizer_class(manifest.personalizer)
+    except UpflError as error:
+        raise BundleError(f"{folder / MANIFEST}: {error}") from error
+    expected: State = {}
+    for i in range(manifest.models):
+        expected |= prefixed(str(i), _parameters(training))
+    bias = torch.empty(len(manifest.task.classes), device="meta")
+    tensors = _tensors(folder / WEIGHTS, expected, {"bias": bias})
+    # In the layout that it had when it was personalized: sums are formed in the same order, to the same bits.
+    params = [training.model.layout(select(tensors, str(i))) for i in range(manifest.models)]
+    return PersonalModel(manifest, Predictor(training, params, manifest.temperature, tensors.get("bias")))
+
+
+def _tensors(path: Path, expected: State, optional: Mapping[str, Tensor] = {}) -> State:
+    """The tensors of a file, if they are those expected, by name, shape and type."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            names = json.loads(metadata.get("order", "null"))
+            if not isinstance(names, list) or sorted(map(str, names)) != sorted(file.keys()):
+                raise BundleError(f"{path}: the order of its tensors is missing or wrong")
+            allowed = expected | dict(optional)
+            if missing := [name for name in expected if name not in names]:
+                raise BundleError(f"{path}: tensor {missing[0]} is missing")
+            if extra := [name for name in names if name not in allowed]:
+                raise BundleError(f"{path}: tensor {extra[0]} is not one of a bundle like this")
+            for name in names:
+                shape, wanted = file.get_slice(name).get_shape(), list(allowed[name].shape)
+                if shape != wanted:
+                    raise BundleError(f"{path}: tensor {name} has the shape {shape} instead of {wanted}")
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, ValueError, OSError) as error:
+        raise BundleError(f"{path}: damaged ({error})") from error
+    for name, value in tensors.items():
+        if value.dtype != allowed[name].dtype:
+            raise BundleError(f"{path}: tensor {name} is of type {value.dtype} instead of {allowed[name].dtype}")
+    _check_finite(tensors, str(path))
+    return tensors
+
+
+def _check_finite(state: State, where: str) -> None:
+    for name, value in state.items():
+        if not value.isfinite().all():
+            raise BundleError(f"{where}: tensor {name} has values that are not finite")
+
+
+# Data
+
+
+def _samples(x: ArrayLike | Samples, task: TaskSection) -> Samples:
+    return x if isinstance(x, Samples) else from_array(x, task.input.image, task.input.scale)
+
+
+def _probabilities(logits: Tensor) -> NDArray[np.float64]:
+    probabilities: NDArray[np.float64] = logits.double().softmax(1).numpy()
+    return probabilities
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The same bits on every machine of a kind, however many cores it has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

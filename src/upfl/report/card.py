@@ -1,0 +1,102 @@
+"""Model cards: what a bundle is, what it is good for and what not, for whoever receives it."""
+
+from typing import Any
+
+from upfl.manifest import FederationManifest, PersonalManifest, TaskSection
+from upfl.methods import personalizer_class, training_class
+
+
+def federation_card(manifest: FederationManifest) -> str:
+    training, task, summary = manifest.training, manifest.task, manifest.summary
+    kind = training_class(training.name)
+    lines = [
+        f"# {kind.title} on {task.name}: a bundle for newcomers",
+        "",
+        f"A model that a federation of {training.clients} clients trained in {training.round} rounds, for newcomers",
+        "who have images but no labels: each makes a model of its own of it, on its own machine.",
+        "",
+        "```",
+        "upfl personalize BUNDLE DATA -o ME     # DATA: a folder of images, .npy, .npz or idx; no labels",
+        "upfl predict ME MORE                   # later images",
+        "```",
+        "",
+        *_input_lines(task),
+        "",
+        "## Personalizers",
+        *(
+            f"- `{name}`: {personalizer_class(name).title}{' (the default)' if name == manifest.default else ''}"
+            for name in manifest.personalizers
+        ),
+        "",
+    ]
+    if scores := summary.get("scores"):
+        lines += [
+            "Accuracy in percent: on training clients' validation data (by which the default was chosen), and on new",
+            "clients' data before and after personalization. Each at the round that is best for it by validation; the",
+            f"bundle has round {training.round}.",
+            "",
+            "| personalizer | round | validation | new clients before | after |",
+            "|---|---:|---:|---:|---:|",
+            *(
+                f"| {name} | {row['round']} | {row['validation']:.1f} | {row['before']:.1f} | {row['after']:.1f} |"
+                for name, row in scores.items()
+            ),
+            "",
+        ]
+    facts = {key: value for key, value in summary.items() if key != "scores" and value not in ([], {}, None)}
+    lines += ["## Training", *(f"- {key}: {_in_words(value)}" for key, value in facts.items()), ""]
+    fitted = f"; fitted after training, from sums over clients: {', '.join(manifest.fitted)}" if manifest.fitted else ""
+    lines += ["## What is in it", f"Model parameters{fitted}. No sample and no label of any client."]
+    if manifest.members:
+        lines += [
+            "",
+            f"**Warning.** {kind.title} publishes training clients' own layers.",
+            f"This bundle holds those of {manifest.members} clients, which may tell about their data.",
+            "Pass it on only to those whom these clients trust.",
+        ]
+    lines += [
+        "",
+        "## Limits",
+        "It knows the classes above and no others. What it is worth on data unlike the training clients' is not known:",
+        "look at the class mix and the estimated accuracy that `upfl personalize` shows, and at some predictions.",
+        "Checksums (`sha256sum -c SHA256SUMS`) find damage; they do not tell who made this.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def personal_card(manifest: PersonalManifest) -> str:
+    kind, diary = training_class(manifest.training.name), manifest.diary
+    lines = [
+        f"# A model of one's own: {kind.title} on {manifest.task.name}",
+        "",
+        f"Personalized on {manifest.samples} images without labels by `{manifest.personalizer}`: {diary.decision}.",
+        "",
+        "```",
+        "upfl predict ME DATA                   # DATA: a folder of images, .npy, .npz or idx",
+        "```",
+        "",
+        *_input_lines(manifest.task),
+        "",
+        "Its parameters were found from the images that it was personalized on, and may tell about them: treat it as",
+        "you treat the images.",
+        *(["It holds training clients' own layers, too: pass it on to nobody."] if kind.publishes_memory else []),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _input_lines(task: TaskSection) -> list[str]:
+    channels, height, width = task.input.shape
+    colours = {1: "grey", 3: "colour"}.get(channels, f"{channels}-channel")
+    return [
+        "## Task",
+        f"Images of {height} x {width} pixels (height x width), {colours}, to {len(task.classes)} classes:",
+        f"{', '.join(task.classes)}.",
+    ]
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_in_words(part)}" for key, part in value.items())
+    return "; ".join(map(_in_words, value)) if isinstance(value, list | tuple) else str(value)
