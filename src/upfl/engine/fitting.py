@@ -46,7 +46,7 @@ def fit_by(
     published: Published,
     tell: Callable[[str], None],
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
-    """Fit what the personalizers need, in order, each by `runner`: it returns the end state and how many are missing."""
+    """Fit what the personalizers need, in order, each by `runner`: it gives the end state and how many are missing."""
     given, facts = CrossFitted(published), {}
     for key, need in needs_of(personalizers).items():
         tell(f"fitting {key}")

@@ -9,24 +9,30 @@ refused leaves no trace, and a resumed run finds the memory that its checkpoint 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from logging import ERROR
+from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
+from upfl.bundle import Bundle, PersonalModel
+from upfl.config import Config
+from upfl.data.files import load_unlabelled
 from upfl.engine.clients import LocalClient, validation_client
 from upfl.engine.evaluate import count_correct
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
 from upfl.engine.rounds import assemble, checked_device, one_thread
-from upfl.errors import RunError, UpflError
+from upfl.errors import ConfigError, RunError, UpflError
 from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
 from upfl.flower.privacy import clipping
-from upfl.flower.terms import Node, Terms, node_federation
+from upfl.flower.terms import Node, Terms, named_federation, node_federation
+from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.methods import load_plugins
 from upfl.personalize.fitting import needs_of
 from upfl.state import State, select
@@ -58,7 +64,7 @@ def introduce(message: Message, context: Context) -> RecordDict:
     """Which client this node is; a training node has looked at its data by then."""
     node = Node.of(context.node_config, "node-config")
     if node.client is None:
-        return RecordDict({FACTS: ConfigRecord({"newcomer": True})})
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
     TrainingNode(message, context)
     return RecordDict({FACTS: ConfigRecord({"client": node.client})})
 
@@ -110,6 +116,49 @@ def evaluate(message: Message, context: Context) -> RecordDict:
         if len(labels)
     }
     return RecordDict({SCORES: MetricRecord(scores)})
+
+
+@app.query("personalize")
+@answering
+def personalize(message: Message, context: Context) -> RecordDict:
+    """Make a newcomer's own model of the bundle; what goes back is what the owner allows, by default a count."""
+    node = Node.of(context.node_config, "node-config")
+    if node.client is not None:
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
+    try:
+        mine = _personal_model(message, node)
+        if node.out is not None:
+            mine.save(node.out)
+    except UpflError as error:
+        log(ERROR, "%s", error)  # it may name files: for the owner alone
+        raise RunError("it could not personalize; its own log says why") from error
+    facts: dict[str, Any] = {"samples": mine.manifest.samples}
+    if node.share == "estimates":
+        diary = mine.diary
+        facts |= {"personalizer": mine.manifest.personalizer, "steps": diary.steps}
+        facts |= {"entropy": [diary.entropy[0], diary.entropy[-1]]} if diary.entropy else {}
+        facts |= {"accuracy": [estimate.value for estimate in diary.accuracy]} if diary.accuracy else {}
+    return RecordDict({FACTS: ConfigRecord(facts)})
+
+
+def _personal_model(message: Message, node: Node) -> PersonalModel:
+    files = message.content.array_records[ARRAYS]
+    with tempfile.TemporaryDirectory(prefix="upfl-bundle-") as folder:
+        for name in (MANIFEST, WEIGHTS, CARD, SUMS):  # no other file is written, whatever was sent
+            if name in files:
+                Path(folder, name).write_bytes(from_record(ArrayRecord({name: files[name]}))[name].numpy().tobytes())
+        received = Bundle.load(folder)
+    form = received.manifest.task.input
+    if node.newcomer is not None:
+        federation = named_federation(Config.model_validate_json(str(facts_of(message)["config"])))
+        if node.newcomer >= len(federation.new):
+            raise ConfigError(f"node-config: newcomer is {node.newcomer}; there are {len(federation.new)}")
+        if federation.new.angles[node.newcomer]:
+            raise ConfigError("node-config: newcomer: images of this partition are turned; give data")
+        return received.personalize(federation.source.images[federation.new.all(node.newcomer)])
+    if node.data is None:
+        raise ConfigError("node-config: a newcomer needs data, a folder or a file without labels")
+    return received.personalize(load_unlabelled(node.data, form.image, form.scale))
 
 
 class TrainingNode:

@@ -8,6 +8,7 @@ round and named in the metrics; a round needs `min-nodes` good replies, and is t
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +16,15 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from pydantic import Field, model_validator
 
+from upfl import bundle
+from upfl.bundle import Bundle
 from upfl.config import Config, configure
 from upfl.data.federation import Federation
 from upfl.engine.evaluate import Scores, evaluate
@@ -44,12 +48,22 @@ from upfl.flower.messages import (
     to_record,
 )
 from upfl.flower.privacy import CLIP, Privacy, require_private, update_norm
-from upfl.flower.terms import Samples, Table, Terms, named_federation, unseen_federation, without_training_clients
+from upfl.flower.terms import (
+    FederationTask,
+    Table,
+    Terms,
+    named_federation,
+    unseen_federation,
+    without_training_clients,
+)
+from upfl.manifest import SUMS
+from upfl.methods import load_plugins, row_name
 from upfl.personalize.fitting import CrossFitted, Fit, needs_of
 from upfl.randomness import generator
 from upfl.state import State, prefixed
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
+BUNDLE = "bundle"  # in the run folder: what newcomers receive
 STEP = 2.0  # seconds between looks for nodes
 
 app = ServerApp()
@@ -60,14 +74,12 @@ class Settings(Table):
 
     mode: Literal["train", "personalize"] = "train"
     method: str = "fedtta"
-    dataset: str = Field(
-        "digits", description="a named data set; with `samples`, the one whose hyper-parameters to take"
-    )
+    dataset: str = Field("digits", description="a named data set; with `task`, the one whose hyper-parameters to take")
     profile: str = "paper"
     config: Path | None = Field(None, description="a TOML file of settings, as `upfl train --config` takes it")
     set: str = Field("", description="hyper-parameters, as --set takes them, separated by spaces")
     score: str = Field("", description="further personalizers, separated by commas")
-    samples: Path | None = Field(None, description="a TOML file that says what nodes' own samples look like")
+    task: Path | None = Field(None, description="a TOML file that says what nodes' own samples are")
     out: Path | None = Field(None, description="the run folder, on the SuperLink's machine; a run in it is resumed")
     min_nodes: int = Field(2, ge=1, description="fewest training nodes to begin with, and good replies to a round")
     wait: float = Field(600, gt=0, description="seconds to wait for so many nodes")
@@ -91,16 +103,16 @@ class Settings(Table):
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    settings: Settings = Settings.of(context.run_config, "run-config")
+    settings = Settings.of(context.run_config, "run-config")
+    load_plugins(name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name)
     if settings.mode == "train":
         train(grid, settings)
+    else:
+        personalize(grid, settings)
 
 
-def train(grid: Grid, settings: Settings) -> RunFolder:
-    """Train a federation of nodes into the run folder `out`, from wherever the run in it stands."""
-    if settings.out is None or not settings.out.is_absolute():
-        raise ConfigError("out: give the run folder as an absolute path on the SuperLink's machine")
-    described = configure(
+def describe(settings: Settings) -> Config:
+    return configure(
         settings.method,
         settings.dataset,
         profile=settings.profile,
@@ -108,24 +120,31 @@ def train(grid: Grid, settings: Settings) -> RunFolder:
         settings=settings.set.split(),
         score=[name.strip() for name in settings.score.split(",") if name.strip()],
     )
-    samples = Samples.read(settings.samples) if settings.samples else None
-    federation = unseen_federation(samples) if samples else named_federation(described)
-    if samples:
-        described = described.model_copy(update={"dataset": samples.name})
-    samples = samples or Samples.like(federation.source, len(federation.training))
-    folder = _folder(settings.out, described, samples)
-    if folder.finished:
-        log(INFO, "%s: this run is finished", folder.path)
-        return folder
-    FederatedRun(folder, grid, settings, federation).run(_Log())
-    return folder
 
 
-def _folder(path: Path, config: Config, samples: Samples) -> RunFolder:
+def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> RunFolder:
+    """Train a federation of nodes into the run folder `out`, from wherever the run in it stands; make its bundle."""
+    if settings.out is None or not settings.out.is_absolute():
+        raise ConfigError("out: give the run folder as an absolute path on the SuperLink's machine")
+    config = describe(settings)
+    if settings.task:
+        task = FederationTask.read(settings.task)
+        config, federation = config.model_copy(update={"dataset": task.name}), unseen_federation(task)
+    else:
+        federation = named_federation(config)
+        task = FederationTask.of(federation.source, len(federation.training))
+    run = FederatedRun(_folder(settings.out, config, task), grid, settings, federation)
+    run.run(observer or _Log())
+    if not (settings.out / BUNDLE).exists():
+        run.write_bundle(settings.out / BUNDLE)
+    return run.folder
+
+
+def _folder(path: Path, config: Config, task: FederationTask) -> RunFolder:
     """A new run folder, or the one that is there if it holds this run."""
     if not (path / "config.toml").exists():
         folder = RunFolder.create(path, config)
-        terms = Terms(run=secrets.token_hex(16), config=config, samples=samples)
+        terms = Terms(run=secrets.token_hex(16), config=config, task=task)
         folder.save_terms(terms.model_dump_json(indent=1))
         return folder
     folder = RunFolder.open(path)
@@ -411,6 +430,60 @@ class FederatedRun(Engine):
             spent = self.privacy.epsilon(self.progress.round)
             result["privacy"] = {**self.privacy.model_dump(), "epsilon": spent, "rounds": self.progress.round}
         return result
+
+    def write_bundle(self, path: Path) -> Bundle:
+        """What newcomers receive: the best row's state by validation accuracy, and all personalizers."""
+        result = self.result()
+        rows = {row["row"]: row for row in result["rows"]}
+        scored = {name: rows[row_name(self.training.name, name)] for name in self.personalizers}
+        default = max(scored, key=lambda name: float(scored[name].get("validation", 0)))
+        summary = {key: value for key, value in result.items() if key not in ("rows", "left_out")}
+        summary["validation"] = {name: row["validation"] for name, row in scored.items() if "validation" in row}
+        return bundle.write(
+            path,
+            task=self.terms.task.name,
+            classes=self.terms.task.classes,
+            input=self.terms.task.input,
+            training=self.training,
+            published=self.folder.load_best(scored[default]["best_round"]),
+            personalizers=self.config.personalize,
+            default=default,
+            summary=summary,
+        )
+
+
+def personalize(grid: Grid, settings: Settings) -> list[dict[str, Any]]:
+    """Hand the bundle to nodes that are newcomers; returns what they let us know."""
+    if settings.bundle is None:
+        raise ConfigError("bundle: give the path of a bundle on the SuperLink's machine (a training run's OUT/bundle)")
+    manifest = Bundle.load(settings.bundle).manifest  # checks it
+    if manifest.members:
+        raise ConfigError(f"{settings.bundle}: holds training clients' own layers; hand it on yourself, if they agree")
+    files = {name: (settings.bundle / name).read_bytes() for name in [*manifest.files(), SUMS]}
+    arrays = ArrayRecord({name: Array(np.frombuffer(content, np.uint8)) for name, content in files.items()})
+    facts = ConfigRecord({"config": describe(settings).model_dump_json()})
+    asked: set[int] = set()
+    told: list[dict[str, Any]] = []
+    end = time.monotonic() + settings.wait
+    while sum("samples" in newcomer for newcomer in told) < settings.min_nodes and time.monotonic() < end:
+        if asked:
+            time.sleep(STEP)
+        nodes = sorted(set(grid.get_node_ids()) - asked)
+        messages = [
+            Message(RecordDict({FACTS: facts, ARRAYS: arrays}), node, "query.personalize", ttl=settings.timeout)
+            for node in nodes
+        ]
+        asked |= set(nodes)
+        for node, reply in exchange(grid, messages, settings.timeout):
+            if problem := problem_in(reply):
+                told.append({"node": node, "problem": problem})
+            elif not facts_of(reply).get(NO_DATA):
+                told.append({"node": node, **facts_of(reply)})
+    for newcomer in told:
+        log(INFO, "%s", json.dumps(newcomer))
+    if not any("samples" in newcomer for newcomer in told):
+        raise StoppedError(f"no newcomer personalized within {settings.wait:g} s (of {len(asked)} nodes asked)")
+    return told
 
 
 NEW_CLIENTS = ("test", "test_before", "test_last", "test_best", "steps")
