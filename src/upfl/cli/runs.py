@@ -27,6 +27,7 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", "-w", min=1, help="Worker processes; by default one a core.", show_default=False),
 ]
+NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -163,15 +164,14 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     for run in runs:
         result = run.result
         for row in result["rows"]:
-            gain = row["test"] - row["test_before"]
             table.add_row(
                 escape(run.path.name),
                 row_title(row["row"]),
                 str(result["rounds"]),
-                f"{row['validation']:.2f}",
-                f"{row['test_before']:.2f}",
-                f"[bold]{row['test']:.2f}[/bold]",
-                f"{gain:+.2f}",
+                score(row, "validation"),
+                score(row, "test_before"),
+                f"[bold]{score(row, 'test')}[/bold]",
+                f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED,
                 spread(row),
             )
     console = Console()
@@ -196,7 +196,7 @@ def markdown_table(runs: list[api.Run]) -> str:
         result = run.result
         facts = [result["rounds"], result["seed"], result["partition_seed"]]
         for row in result["rows"]:
-            scores = [f"{row[key]:.2f}" for key in ("validation", "test_before", "test", "test_last", "test_best")]
+            scores = [score(row, key) for key in ("validation", "test_before", "test", "test_last", "test_best")]
             lines.append(f"| {' | '.join(map(str, [row_title(row['row']), *facts, *scores, spread(row)]))} |")
     return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
 
@@ -207,8 +207,14 @@ def warnings(runs: list[api.Run]) -> list[str]:
     return [f"{method.title} {method.warning}." for method in ROWS if method.row in shown and method.warning]
 
 
+def score(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else NOT_SCORED
+
+
 def spread(row: dict[str, Any]) -> str:
     accuracies = [client["accuracy"] for client in row["clients"] if client["kind"] == "new"]
+    if not accuracies:
+        return NOT_SCORED
     low, middle, high = np.percentile(accuracies, [10, 50, 90])
     return f"{low:.1f} - {middle:.1f} - {high:.1f}"
 

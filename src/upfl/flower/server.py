@@ -241,18 +241,19 @@ class FederatedRun(Engine):
     # Rounds
 
     def _train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        needed = min(self.settings.min_nodes, self.config.participants(self.clients))
         for attempt in range(1, ATTEMPTS + 1):
             total.reset(len(participants))
             left_out = self._ask(participants, round, total)
-            if total.count >= self.settings.min_nodes:
+            if total.count >= needed:
                 if self.privacy:
                     self.privacy.disturb(total)
                 return left_out
             log(WARNING, "round %d, attempt %d: %d good replies", round + 1, attempt, total.count)
         reasons = "; ".join(f"client {client}: {why}" for client, why in left_out.items())
         raise StoppedError(
-            f"round {round + 1}: {total.count} good replies at the {ATTEMPTS}th attempt, and {self.settings.min_nodes} "
-            f"are needed (min-nodes). {reasons}"
+            f"round {round + 1}: {total.count} good replies at the last of {ATTEMPTS} attempts, and {needed} are "
+            f"needed (min-nodes). {reasons}"
         )
 
     def _ask(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
