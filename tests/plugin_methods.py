@@ -116,7 +116,7 @@ class Counting(FedAvg):
     def publish(self, server: State) -> State:
         return {name: value for name, value in server.items() if name.startswith("psi.")}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         params = self.model.layout(select(published.state, "psi"))
         if memory is not None:  # what a training client remembers shows in its validation
             params = params | {name: value + 0.01 * memory["drift"] for name, value in params.items()}

@@ -217,6 +217,7 @@ class Somebody:
     id: int = 0
     round: int = 0
     seed: int = 0
+    architecture: str = ""
 
     def generator(self, purpose: str) -> torch.Generator:
         return generator(0, self.id, self.round, purpose)

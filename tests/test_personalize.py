@@ -363,9 +363,9 @@ def test_guided_steps_do_not_fit_a_training_without_a_guide(name: str) -> None:
 
 
 def test_a_personalizers_client_has_no_place_for_labels() -> None:
-    assert {field.name for field in dataclasses.fields(Unlabelled)} == {"id", "x", "seed"}
+    assert {field.name for field in dataclasses.fields(Unlabelled)} == {"id", "x", "seed", "architecture"}
     public = {name for name in dir(Unlabelled) if not name.startswith("_")}
-    assert public <= {"id", "x", "seed", "generator"}
+    assert public <= {"id", "x", "seed", "architecture", "generator"}
     with pytest.raises(TypeError):
         Unlabelled(0, torch.zeros(1), 0, y=torch.zeros(1))  # type: ignore[call-arg]
     with pytest.raises(AttributeError):

@@ -44,6 +44,9 @@ def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
             _check_shared(path, group)
             if RunFolder.open(path).finished:
                 return Run(path)
+            config = RunFolder.open(path).config()
+            training = assemble(config, checked_device(config.device))[2]
+            check_memory(training, int(os.environ.get("LOCAL_WORLD_SIZE", group.size)))
             Engine(RunFolder.open(path), group).run(observer if group.leads else None)
     else:
         folder = RunFolder.open(path)
@@ -52,8 +55,9 @@ def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
         config = folder.config()
         training = assemble(config, checked_device(config.device))[2]
         engine_size = worker_count(config, training, size)
-        if observer and (note := one_worker_note(training, size)):
-            observer.note(note)
+        for note in (training.remark(), one_worker_note(training, size)):
+            if observer and note:
+                observer.note(note)
         with workers(engine_size, [str(path), *(plugins() if engine_size > 1 else ())]) as group:
             Engine(folder, group).run(observer)
     return Run(path)
@@ -66,8 +70,13 @@ def worker_count(config: Config, training: Training[Any], asked: int | None = No
     """As many workers as asked for, or one a core; one on an accelerator, or for a very large state."""
     if asked is not None and asked < 1:
         raise RunError(f"--workers {asked}: at least one is needed")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = asked or (cores if config.device == "cpu" and training.size < LARGE else 1)
+    count = asked or (cores() if config.device == "cpu" and training.size < LARGE else 1)
+    check_memory(training, count)
+    return count
+
+
+def check_memory(training: Training[Any], count: int) -> None:
+    """Refuse to start so many workers on this machine if their states will not fit."""
     # A worker holds the state, its sum in 64-bit integers, and one copy more while it aggregates or saves.
     needed, there = count * (16 * training.size + 2**29), available_memory()
     if there is not None and needed > there:
@@ -80,7 +89,11 @@ def worker_count(config: Config, training: Training[Any], asked: int | None = No
             f"{training.name} has {training.size / 1e6:.0f} million values in its server state: {count} worker(s) need "
             f"about {needed / 2**30:.1f} GiB and this machine has {there / 2**30:.1f} GiB free; {advice}"
         )
-    return count
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def one_worker_note(training: Training[Any], asked: int | None) -> str | None:
@@ -95,7 +108,19 @@ def available_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return min((size for size in (free, _left_in_container()) if size is not None), default=None)
+
+
+def _left_in_container() -> int | None:
+    """Bytes that are left under a container's limit; None where there is none."""
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+        facts = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        cached = next(line for line in facts if line.startswith("inactive_file"))
+    except (OSError, StopIteration):
+        return None
+    return int(limit) - int(used) + int(cached.split()[1]) if limit.isdigit() else None
 
 
 def _check_shared(path: Path, group: Group) -> None:
@@ -141,6 +166,11 @@ class Run:
     @property
     def training(self) -> Training[Any]:
         return self._parts[2]
+
+    @property
+    def personalizers(self) -> dict[str, Personalizer[Any]]:
+        """Those that the run is scored under, by name."""
+        return self._parts[3]
 
     def published(self, personalizer: str) -> Published:
         """What newcomers receive: the state at the round with the best validation accuracy under a personalizer."""

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -195,6 +195,20 @@ class PersonalModel:
         _write(path, self.manifest, state, (), personal_card(self.manifest))
 
 
+class ClassMix(NamedTuple):
+    """Each class's share of the samples that a model was personalized on."""
+
+    before: list[float]
+    after: list[float]
+
+
+def class_mix(mine: PersonalModel) -> ClassMix:
+    """By the model before, and by the newcomer's own; where its personalizer estimated the mix, that."""
+    assert mine.personalized is not None
+    before = _probabilities(mine.personalized.before).mean(0).tolist()
+    return ClassMix(before, mine.diary.mix or mine.label_distributions_.mean(0).tolist())
+
+
 def export(run: Run, out: str | Path) -> Bundle:
     """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers."""
     rows = {row["row"]: row for row in run.result["rows"]}
@@ -273,11 +287,17 @@ def write(
 # Writing
 
 
-def _write(out: str | Path, manifest: Manifest, state: State, members: Sequence[State], card: str) -> None:
-    """Put a complete bundle in its place, in one step."""
+def require_new(out: str | Path) -> Path:
+    """The folder for a bundle, if there is nothing there yet."""
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BundleError(f"{target}: is there already; choose another folder")
+    return target
+
+
+def _write(out: str | Path, manifest: Manifest, state: State, members: Sequence[State], card: str) -> None:
+    """Put a complete bundle in its place, in one step."""
+    target = require_new(out)
     _check_finite(state, WEIGHTS)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +320,10 @@ def _write(out: str | Path, manifest: Manifest, state: State, members: Sequence[
 def _save(path: Path, state: State) -> None:
     # The file sorts names by size; a state keeps its order, on which the order of floating-point sums may depend.
     order = json.dumps(list(state))
+    path.touch()
+    mode = path.stat().st_mode
     save_file(contiguous({name: value.cpu() for name, value in state.items()}), path, {"order": order})
+    path.chmod(mode)  # a bundle is made to be passed on; the library keeps its files to their owner
 
 
 def _digest(path: Path) -> str:
@@ -413,9 +436,9 @@ def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
     except (UpflError, ValidationError, AssertionError) as error:
         hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, UpflError) else ""
         raise BundleError(f"{path}: training: {error}{hint}") from error
-    x = torch.empty(2, *manifest.task.input.shape, device="meta")
-    try:
-        logits = training.logits(_parameters(training), x)
+    x = torch.zeros(2, *manifest.task.input.shape)
+    try:  # for real: on the meta device this would import a second's worth of torch
+        logits = training.logits({name: torch.zeros(shape) for name, shape in training.model.shapes.items()}, x)
     except (RuntimeError, IndexError) as error:
         raise BundleError(f"{path}: the model does not take images of shape {list(x.shape[1:])} ({error})") from error
     if logits.shape != (2, len(manifest.task.classes)):

@@ -6,12 +6,13 @@ scale), a configuration file, options, and `key=value` settings.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,6 +23,7 @@ from upfl.data.partition import Partition, default_partition
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, training_class
 from upfl.suggest import unknown
+from upfl.training.base import Architecture
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Fraction = Annotated[float, Field(gt=0, le=1, strict=True)]
@@ -32,17 +34,38 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class SizeConfig(_Strict):
+    """One of the models of a federation whose clients differ: the prediction model, but for what is said here."""
+
+    name: Literal["mlp", "convnet"] | None = None
+    hidden: int | None = Field(None, ge=1)
+    width: float = Field(1.0, gt=0, description="factor on the ConvNet's channels, or on the MLP's hidden units")
+    adaptation: int | None = Field(None, ge=1, description="hidden units of g; the training's where silent")
+
+
 class ModelConfig(_Strict):
-    """The prediction model: `mlp` has two hidden layers, `convnet` two convolutions and a hidden layer."""
+    """The prediction model: `mlp` has two hidden layers, `convnet` two convolutions and a hidden layer.
+
+    Where clients differ in their models, `sizes` has these by name; each client has one of them, all equally likely.
+    """
 
     name: Literal["mlp", "convnet"]
     hidden: int = Field(ge=1, description="units of the hidden linear layers")
     width: float = Field(1.0, gt=0, description="factor on the ConvNet's channels")
+    sizes: dict[str, SizeConfig] = Field(default_factory=dict)
 
-    def build(self, shape: tuple[int, int, int], classes: int) -> models.Model:
-        if self.name == "mlp":
-            return models.mlp(shape[0] * shape[1] * shape[2], (self.hidden, self.hidden), classes)
-        return models.convnet(shape, classes, self.hidden, self.width)
+    def build(self, shape: tuple[int, int, int], classes: int, size: SizeConfig | None = None) -> models.Model:
+        """The model, or that of a size."""
+        size = size or SizeConfig()
+        name, hidden = size.name or self.name, size.hidden or self.hidden
+        if name == "mlp":
+            return models.mlp(math.prod(shape), (max(1, round(hidden * size.width)),) * 2, classes)
+        return models.convnet(shape, classes, hidden, self.width * size.width)
+
+    def architectures(self, shape: tuple[int, int, int], classes: int) -> dict[str, Architecture]:
+        return {
+            name: Architecture(self.build(shape, classes, size), size.adaptation) for name, size in self.sizes.items()
+        }
 
 
 class Config(_Strict):
@@ -67,6 +90,11 @@ class Config(_Strict):
     @model_validator(mode="after")
     def _check_names(self) -> Config:
         training, fixed = self.training_name, dict(self.training)
+        if self.model.sizes and not training_class(training).heterogeneous:
+            able = [name for name, kind in TRAININGS.items() if kind.heterogeneous]
+            raise ValueError(
+                f"model.sizes: all clients of {training} have the same model; {', '.join(able)} allow sizes"
+            )
         fixed.pop("name", None)
         hyper = validated(training_class(training).Hyper, fixed, "training")
         object.__setattr__(self, "training", {"name": training, **hyper.model_dump(exclude_none=True)})
@@ -85,6 +113,13 @@ class Config(_Strict):
         values = {key: value for key, value in self.training.items() if key != "name"}
         return training_class(self.training_name).Hyper(**values)
 
+    def personalizer_hyper(self, name: str) -> Any:
+        """A personalizer's hyper-parameters: the run's, or the paper's for the data set where the run has it not."""
+        values = self.personalize.get(name)
+        if values is None:
+            values = _personalizer_defaults(_searched(self.dataset), name)
+        return personalizer_class(name).Hyper(**values)
+
     def participants(self, clients: int) -> int:
         """How many of the existing clients take part in a round."""
         if self.clients_per_round is None:
@@ -101,6 +136,13 @@ class Config(_Strict):
         config: Config = validated(cls, read_toml(path), str(path))
         return config
 
+
+# The paper's: convolutions of 16 and 32, 32 and 64, 64 and 128 channels.
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"width": 0.5, "adaptation": 32},
+    "medium": {"width": 1.0, "adaptation": 64},
+    "big": {"width": 2.0, "adaptation": 128},
+}
 
 PROFILES: dict[str, dict[str, Any]] = {
     "paper": {"evaluate_every": 5},
@@ -144,6 +186,8 @@ def configure(
         _check_tables(layer, where)
         values = _merged(values, layer)
     values = _merged(values, {"method": method, "dataset": dataset, "profile": profile})
+    if training_class(training).heterogeneous:
+        values["model"].setdefault("sizes", {name: dict(size) for name, size in SIZES.items()})
     if values["training"]["name"] != training:
         raise ConfigError(
             f"{file}: training.name is {values['training']['name']!r}, but {method} trains by '{training}'"
@@ -170,27 +214,34 @@ def paper() -> dict[str, Any]:
     return tomllib.loads(resources.files("upfl").joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
+def paper_model(dataset: str) -> ModelConfig:
+    """The paper's prediction model for a data set."""
+    if dataset in ("digits", "mnist"):
+        return ModelConfig(name="mlp", hidden=200)
+    return ModelConfig(name="convnet", hidden=2048 if dataset == "femnist" else 512)
+
+
 def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
-    searched = paper()["mnist" if dataset == "digits" else dataset]
-    model = {
-        "digits": {"name": "mlp", "hidden": 200},
-        "mnist": {"name": "mlp", "hidden": 200},
-        "femnist": {"name": "convnet", "hidden": 2048},
-    }.get(dataset, {"name": "convnet", "hidden": 512})
+    searched = _searched(dataset)
     for name in personalizers:
         personalizer_class(name)
     return {
         "rounds": paper()["rounds"][dataset],
-        "model": model,
-        "partition": {},
+        "model": paper_model(dataset).model_dump(),
+        "partition": {"public": 0.1} if training_class(training).heterogeneous else {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }
 
 
+def _searched(dataset: str) -> dict[str, Any]:
+    found: dict[str, Any] = paper()["mnist" if dataset == "digits" else dataset]
+    return found
+
+
 def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:
     base, plus, last = name.rpartition("+")
-    own = dict(searched.get(last, {}))
+    own = dict(searched.get("early-stopped" if last == "auto" else last, {}))  # auto's candidates are the paper's, too
     return own | {"base": _personalizer_defaults(searched, base)} if plus and base != "none" else own
 
 
@@ -226,11 +277,12 @@ def _set(values: dict[str, Any], setting: str) -> None:
     if path:
         if path[0] in values["personalize"] or path[0] in PERSONALIZERS:
             path = ["personalize", *path]
-        target = values
+        target, known = values, [*TABLES, *PERSONALIZERS]
         for part in path:
             target = target.get(part)  # type: ignore[assignment]
             if not isinstance(target, dict):
-                raise unknown("table", path[-1] if path[0] == "personalize" else path[0], [*TABLES, *PERSONALIZERS])
+                raise unknown("table", part, known)
+            known = [name for name, value in target.items() if isinstance(value, dict)] or known
         target[last] = value
         return
     places: list[tuple[type[BaseModel], dict[str, Any]]] = [
@@ -266,7 +318,10 @@ def validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 def _fields(kind: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     """The fields that there are in the place of one that there is not."""
     for part in path[:-1]:
-        annotation = kind.model_fields[str(part)].annotation
+        if str(part) not in kind.model_fields:
+            continue  # a name of the user's own, in a table of tables
+        annotation: Any = kind.model_fields[str(part)].annotation
+        annotation = get_args(annotation)[-1] if get_origin(annotation) is dict else annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             break
         kind = annotation

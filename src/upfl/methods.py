@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from upfl.errors import ConfigError
+from upfl.personalize.atp import Atp
+from upfl.personalize.auto import Auto
 from upfl.personalize.base import Personalizer
 from upfl.personalize.calibration import Calibrated, Correction
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.label_shift import Bbse, Em, LabelShift, MapEm
+from upfl.personalize.lame import Lame
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.personalize.tent import Tent
@@ -28,6 +31,8 @@ from upfl.training.fedper import FedPer
 from upfl.training.fedprox import FedProx
 from upfl.training.fedsr import FedSR
 from upfl.training.fedtta import FedTTA, FedTTAProx
+from upfl.training.hetero_fedtta import HeteroFedTTA
+from upfl.training.hetero_tent import HeteroTent
 from upfl.training.odpfl_hn import OdpflHn
 from upfl.training.scaffold import Scaffold
 
@@ -63,17 +68,26 @@ ROWS = [
     Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
     Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
     Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
+    Method("label-shift", "Label shift", "fedavg", "label-shift", "FedAvg, then the newcomer's own mix of classes"),
+    Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
+    Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
+    Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
+    Method("hetero-fedtta", "HeteroFedTTA", "hetero-fedtta", "one-step", "FedTTA over models of different size"),
+    Method("hetero-tent", "hetero-TENT", "hetero-tent", "tent", "TENT over models of different size"),
 ]
 
 TRAININGS: dict[str, type[Training[Any]]] = {
     training.name: training
-    for training in (FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn, FedTTA, FedTTAProx)
+    for training in (
+        *(FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn),
+        *(FedTTA, FedTTAProx, HeteroFedTTA, HeteroTent),
+    )
 }
 PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer
     for personalizer in (
         *(Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble),
-        *(Calibrated, LabelShift, Em, MapEm, Bbse),
+        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Auto),
     )
 }
 

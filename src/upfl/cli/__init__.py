@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from upfl import __version__
-from upfl.cli import data, demo, methods, runs
+from upfl.cli import bundle, data, demo, experiments, methods, report, runs, scores, search
 from upfl.errors import DataError, RunError, UpflError
 from upfl.methods import load_plugins
 
@@ -31,6 +31,14 @@ app.command("demo")(demo.demo)
 app.command("train")(runs.train)
 app.command("resume")(runs.resume)
 app.command("show")(runs.show)
+app.command("score")(scores.score)
+app.command("export")(bundle.export)
+app.command("personalize")(bundle.personalize)
+app.command("predict")(bundle.predict)
+app.command("export-onnx")(bundle.export_onnx)
+app.command("experiment")(experiments.experiment)
+app.command("search")(search.search)
+app.command("report")(report.report)
 app.command("methods")(methods.methods)
 app.add_typer(data.app, name="data")
 

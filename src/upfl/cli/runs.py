@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +20,10 @@ from upfl.cli.progress import ProgressBar
 from upfl.config import PROFILES, Config, configure
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import under_torchrun
+from upfl.engine.rounds import Observer
 from upfl.errors import ConfigError, RunError, StoppedError, UpflError
 from upfl.methods import ROWS, row_title
+from upfl.track import TRACKERS, Several, tracker
 
 Workers = Annotated[
     int | None,
@@ -29,6 +31,9 @@ Workers = Annotated[
 ]
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Track = Annotated[
+    str | None, typer.Option(help=f"Live views, written to local files: {', '.join(TRACKERS)}.", show_default=False)
+]
 
 
 def train(
@@ -47,6 +52,7 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="The run folder.  [default: runs/DATASET-METHOD-...]")] = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a federation and score it on new, unlabelled clients.
@@ -69,17 +75,17 @@ def train(
         profile=profile,
         file=config,
         settings=settings or (),
-        score=[name.strip() for name in score.split(",") if name.strip()] if score else (),
+        score=listed(score),
         rounds=rounds,
         seed=seed,
         partition_seed=partition_seed,
-        clients_per_round=_participation(clients_per_round),
+        clients_per_round=participation(clients_per_round),
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         device=device,
     )
     path = out or default_folder(described)
-    with watched(path, f"{described.method}, {described.dataset}", as_json) as observer:
+    with watched(path, f"{described.method}, {described.dataset}", as_json, listed(track)) as observer:
         run = api.train(described, path, workers=workers, observer=observer)
     _finish([run], as_json)
 
@@ -87,6 +93,7 @@ def train(
 def resume(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     workers: Workers = None,
+    track: Track = None,
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint, to the same bits as if it had not been.
@@ -94,7 +101,7 @@ def resume(
     Example: upfl resume runs/digits-fedtta-paper-s0
     """
     config = RunFolder.open(run).config()
-    with watched(run, f"{config.method}, {config.dataset}", as_json) as observer:
+    with watched(run, f"{config.method}, {config.dataset}", as_json, listed(track)) as observer:
         resumed = api.resume(run, workers=workers, observer=observer)
     _finish([resumed], as_json)
 
@@ -134,15 +141,16 @@ def default_folder(config: Config) -> Path:
 
 
 @contextmanager
-def watched(path: Path, title: str, quiet: bool) -> Iterator[ProgressBar | None]:
-    """A progress bar around a run, and the way back into it when it is interrupted."""
+def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> Iterator[Observer | None]:
+    """A progress bar and trackers around a run, and the way back into it when it is interrupted."""
     follows = under_torchrun() and os.environ["RANK"] != "0"
+    trackers = [] if follows else [tracker(name) for name in track]
     try:
         if quiet or follows:
-            yield None
+            yield Several(trackers) if trackers else None
         else:
             with ProgressBar(title) as bar:
-                yield bar
+                yield Several([bar, *trackers])
     except KeyboardInterrupt:
         if not follows:
             typer.echo(f"stopped; go on with upfl resume {path}", err=True)
@@ -228,7 +236,12 @@ def _finish(runs: list[api.Run], as_json: bool) -> None:
             typer.echo(f"run folder: {run.path}")
 
 
-def _participation(text: str | None) -> int | float | None:
+def listed(text: str | None) -> list[str]:
+    """The names in a comma-separated option."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def participation(text: str | None) -> int | float | None:
     if text is None:
         return None
     try:

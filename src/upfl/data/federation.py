@@ -1,7 +1,8 @@
 """A federation: the training clients with their train and validation splits, and the new clients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from upfl.data.partition import Indices, Partition, by_writer, dirichlet, iid, p
 from upfl.data.sources import Source
 from upfl.errors import ConfigError, DataError
 from upfl.randomness import seed_of
+
+Role = Literal["training", "new"]
+ROLES: tuple[Role, ...] = ("training", "new")
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,18 @@ class Federation:
     new: Clients  # without a train split; their labels are for scoring alone
     public: Indices
     notes: tuple[str, ...]  # what whoever reads a result should know about the split
+    seed: int = 0
+    architectures: tuple[str, ...] = ()  # names of the models among which clients differ
+
+    def architecture(self, role: Role, client: int) -> str:
+        """The model that a client has: each with equal probability, a function of the seed and the client."""
+        if not self.architectures:
+            return ""
+        return self.architectures[seed_of(self.seed, "architecture", role, client) % len(self.architectures)]
 
 
-def build_federation(source: Source, partition: Partition, seed: int) -> Federation:
-    """Split a data set among clients. The result depends on the partition and the seed only."""
+def build_federation(source: Source, partition: Partition, seed: int, architectures: Iterable[str] = ()) -> Federation:
+    """Split a data set among clients. The result depends on the partition, the seed and the architectures' names."""
     if seed < 0:
         raise ConfigError(f"the partition seed must not be negative, and it is {seed}")
     pool, public = _draw_pool(source, partition, seed)
@@ -61,7 +73,8 @@ def build_federation(source: Source, partition: Partition, seed: int) -> Federat
             notes.append(f"{empty} of {len(dealt)} {role} clients hold no samples and are left out")
     training = _training_clients(hands["training"], partition, seed)
     new = _new_clients(hands["new"], partition, seed)
-    return Federation(source, training, new, public, (*notes, *_notes(source, partition, training, new)))
+    notes += _notes(source, partition, training, new)
+    return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures))
 
 
 def class_counts(federation: Federation, clients: Clients) -> NDArray[np.int64]:

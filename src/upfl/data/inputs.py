@@ -16,13 +16,15 @@ from upfl.data.files import Samples
 from upfl.data.formats import Shape
 from upfl.data.sources import Source
 
+LARGEST = 2**24  # values of an image
+
 
 class InputFormat(BaseModel):
     """What a model takes: images of a shape, normalized by (pixel / scale - mean) / std."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    shape: tuple[Annotated[int, Field(ge=1, le=2**16)], ...] = Field(description="channels, height, width")
+    shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(description="channels, height, width")
     scale: float = Field(gt=0, description="the value of full intensity, where pixels are integers")
     mean: tuple[float, ...] = Field(description="of each channel")
     std: tuple[Annotated[float, Field(gt=0)], ...]
@@ -31,6 +33,8 @@ class InputFormat(BaseModel):
     def _fits_together(self) -> Self:
         if len(self.shape) != 3 or not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError("shape is channels, height, width; mean and std have a value for each channel")
+        if math.prod(self.shape) > LARGEST:
+            raise ValueError(f"images of {math.prod(self.shape)} values are larger than any that can be used")
         return self
 
     @classmethod

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
@@ -26,6 +27,10 @@ class LocalClient:
     round: int
 
     @property
+    def architecture(self) -> str:
+        return self.federation.architecture("training", self.id)
+
+    @property
     def count(self) -> int:
         return len(self._indices("train"))
 
@@ -35,7 +40,8 @@ class LocalClient:
     def batches(self, split: Split, size: int) -> Iterator[Batch]:
         indices = self._indices(split)
         for start in range(0, len(indices), size):
-            yield self._batch(indices[start : start + size], split)
+            places = torch.arange(start, min(start + size, len(indices)))
+            yield self._batch(indices, places, split)
 
     def phase(self, phase: Phase) -> Iterator[Batch]:
         """The batches of a phase: a shuffled pass over the split that goes on across rounds.
@@ -44,22 +50,24 @@ class LocalClient:
         """
         indices = self._indices(phase.split)
         in_pass = -(-len(indices) // phase.batch_size)
-        shuffled, shuffled_for = indices, -1
+        order, order_of = torch.empty(0, dtype=torch.int64), -1
         noise = self.generator("noise")
         for t in range(phase.iterations):
             number, within = divmod(self.round * phase.iterations + t, in_pass)
-            if number != shuffled_for:
+            if number != order_of:
                 order = torch.randperm(len(indices), generator=generator(self.seed, "epoch", self.id, number))
-                shuffled, shuffled_for = indices[order.numpy()], number
+                order_of = number
             start = within * phase.batch_size
-            batch = self._batch(shuffled[start : start + phase.batch_size], phase.split)
+            batch = self._batch(indices, order[start : start + phase.batch_size], phase.split)
             yield replace(batch, noise=_drawn(phase.noise, batch, noise)) if phase.noise else batch
 
-    def _batch(self, indices: NDArray[np.int64], split: Split) -> Batch:
+    def _batch(self, indices: NDArray[np.int64], places: Tensor, split: Split) -> Batch:
+        """The samples at some places of a split, whose samples are at `indices` of the source."""
+        wanted = indices[places.numpy()]
         angle = 0.0 if split == "public" else float(self.federation.training.angles[self.id])
-        x = self.inputs.x(indices, angle)
-        y = torch.zeros(len(x), dtype=torch.int64, device=x.device) if split == "public" else self.inputs.y(indices)
-        return Batch(x, y)
+        x = self.inputs.x(wanted, angle)
+        y = torch.zeros(len(x), dtype=torch.int64, device=x.device) if split == "public" else self.inputs.y(wanted)
+        return Batch(x, y, index=places.to(x.device))
 
     def _indices(self, split: Split) -> NDArray[np.int64]:
         if split == "public":
@@ -79,10 +87,12 @@ def _drawn(wanted: Mapping[str, Noise], batch: Batch, source: torch.Generator) -
 def newcomer(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:
     """A new client's inputs. Its labels stay here: a personalizer's client has no place for them."""
     indices = federation.new.all(client)
-    return Unlabelled(client, inputs.x(indices, float(federation.new.angles[client])), seed)
+    x = inputs.x(indices, float(federation.new.angles[client]))
+    return Unlabelled(client, x, seed, federation.architecture("new", client))
 
 
 def validation_client(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:
     """A training client's validation inputs, as unlabelled as a newcomer's."""
     indices = federation.training.validation(client)
-    return Unlabelled(client, inputs.x(indices, float(federation.training.angles[client])), seed)
+    x = inputs.x(indices, float(federation.training.angles[client]))
+    return Unlabelled(client, x, seed, federation.architecture("training", client))

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upfl.data.federation import Federation
+from upfl.data.federation import ROLES, Federation, Role
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.group import Group
 from upfl.personalize.base import Personalized, Personalizer
 from upfl.personalize.fitting import CrossFitted
 from upfl.state import State
+
+# A score's name, whose it is, and its column in their counts.
+SCORES: tuple[tuple[str, Role, int], ...] = (
+    ("validation", "training", 1),
+    ("test", "new", 1),
+    ("test_before", "new", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,23 @@ def evaluate(
     for counts in (training, new, steps):
         group.sum_(counts)
     return Scores(training, new, steps)
+
+
+def by_architecture(federation: Federation, training: Tensor, new: Tensor) -> dict[str, dict[str, Any]]:
+    """Scores of the clients of each architecture, where clients differ in that; None where none was scored."""
+    if not federation.architectures:
+        return {}
+    scores: dict[str, dict[str, Any]] = {}
+    for name in federation.architectures:
+        held = {
+            role: counts[[federation.architecture(role, i) == name for i in range(len(counts))]]
+            for role, counts in zip(ROLES, (training, new), strict=True)
+        }
+        scores[name] = {
+            score: percent(held[role][:, column], held[role][:, 2]) if held[role][:, 2].any() else None
+            for score, role, column in SCORES
+        } | {"clients": int((held["new"][:, 2] > 0).sum())}
+    return {"architectures": scores}
 
 
 def count_correct(personalized: Personalized, y: Tensor) -> Tensor:

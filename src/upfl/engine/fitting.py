@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,15 +13,14 @@ from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import BadClientError, StoppedError
-from upfl.personalize.base import Personalizer
-from upfl.personalize.fitting import CrossFitted, Fit, needs_of
+from upfl.personalize.fitting import CrossFitted, Fit, Needy, needs_of
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published
 
 
 def fit_needs(
-    personalizers: list[Personalizer[Any]],
+    personalizers: Sequence[Needy],
     published: Published,
     federation: Federation,
     inputs: Inputs,
@@ -63,14 +62,20 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
     ours = group.share(clients, [len(client.federation.training.validation(client.id)) for client in clients])
     memories = {client.id: fit.memory(client) for client in ours}
     example = ours[0] if ours else clients[0]
-    like, _ = fit.finish(server, memories.get(example.id) or fit.memory(example), example)
+    memory = memories.get(example.id) or fit.memory(example)
+    like, _ = fit.finish(server, fit.begin(server, memory, example), example)
     total = FixedPointSum(like, len(clients), fit.scales)
     left_out = torch.zeros(1, dtype=torch.int64)
     for round in range(fit.rounds):
         total.reset(len(clients))
         for client in ours:
             group.check()
-            up, memories[client.id] = fit.finish(server, fit.begin(server, memories[client.id], client), client)
+            client = replace(client, round=round)
+            carry = fit.begin(server, memories[client.id], client)
+            for phase in fit.phases(round):
+                for batch in client.phase(phase):
+                    carry, _ = phase.step(carry, batch, round)
+            up, memories[client.id] = fit.finish(server, carry, client)
             try:
                 total.add(up)
             except BadClientError:

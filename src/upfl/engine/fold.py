@@ -36,6 +36,11 @@ class FixedPointSum(Total):
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
         self.reset(clients)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each entry as a client has it; the sum's own integers take eight a value."""
+        return {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in self._shapes.items()}
+
     def reset(self, clients: int) -> None:
         """Empty the sum, for at most `clients` clients."""
         self.buffer.zero_()

@@ -6,6 +6,7 @@
     best/round-R.safetensors  what newcomers receive, for rounds at which a row's validation accuracy was best
     memory/.../C-R.safetensors   client C's memory after round R
     result.json               the scores
+    environment.json          where and with which version the run was worked on, one object for each session
 
 The checkpoint is the commit. It is written under another name, flushed and renamed; whatever else is found in the
 folder counts only as far as the checkpoint says. So a stop at any moment loses at most the rounds since the last
@@ -83,7 +84,7 @@ class RunFolder:
             raise RunError(f"{path}: the folder is not empty; choose another --out")
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
-        _write(path / "config.toml", config.to_toml().encode())
+        write_file(path / "config.toml", config.to_toml().encode())
         return folder
 
     @classmethod
@@ -136,6 +137,19 @@ class RunFolder:
         except ValueError as error:
             raise RunError(f"{path}: damaged ({error}); `upfl resume {self.path}` mends an unfinished run") from error
 
+    # Environment
+
+    def add_session(self, facts: dict[str, Any]) -> None:
+        write_file(self.path / "environment.json", (json.dumps([*self.sessions(), facts], indent=1) + "\n").encode())
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """What is known of where the run was worked on; nothing where the file is missing or damaged."""
+        try:
+            sessions = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return [facts for facts in sessions if isinstance(facts, dict)] if isinstance(sessions, list) else []
+
     # Checkpoint
 
     def save(self, progress: Progress) -> None:
@@ -181,9 +195,15 @@ class RunFolder:
         )
 
     def _identity(self) -> str:
-        """What a checkpoint may not be mixed up in: everything that decides about states, not how far to go."""
-        same = {"dataset", "seed", "partition_seed", "clients_per_round", "model", "partition", "training"}
-        return hashlib.sha256(self.config().model_dump_json(include=same).encode()).hexdigest()[:16]
+        """What a checkpoint may not be mixed up in: everything that decides about states, not how far to go.
+
+        Defaults are left out, so that a setting that a later version adds leaves old runs what they are.
+        """
+        config = self.config()
+        same = {"dataset", "seed", "partition_seed", "clients_per_round", "model", "partition"}
+        decides = config.model_dump(mode="json", include=same, exclude_defaults=True)
+        decides["training"] = [config.training_name, config.training_hyper().model_dump(exclude_defaults=True)]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
     def roll_back(self, progress: Progress | None) -> None:
         """Remove what was written after the checkpoint, by a run that was stopped."""
@@ -217,11 +237,8 @@ class RunFolder:
             file = path.with_suffix("") / f"{client}.safetensors"
             file.parent.mkdir(exist_ok=True)
             _save_state(file, member, {})
-        _save_state(
-            path,
-            published.state | prefixed("fitted", published.fitted),
-            {"upfl": json.dumps({"round": published.round})},
-        )
+        tensors = published.state | prefixed("fitted", published.fitted)
+        _save_state(path, tensors, {"upfl": json.dumps({"round": published.round})})
 
     def load_best(self, round: int) -> Published:
         path = self.path / "best" / f"round-{round}.safetensors"
@@ -261,7 +278,7 @@ class RunFolder:
             return False
 
     def save_result(self, result: dict[str, Any]) -> None:
-        _write(self.path / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+        write_file(self.path / "result.json", (json.dumps(result, indent=1) + "\n").encode())
 
     def result(self) -> dict[str, Any]:
         path = self.path / "result.json"
@@ -322,7 +339,8 @@ def _save_state(path: Path, state: State, metadata: dict[str, str]) -> None:
     _sync(path.parent)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that it is there as a whole or not at all, whatever happens."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
     _sync(part)

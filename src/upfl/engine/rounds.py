@@ -13,16 +13,17 @@ import torch
 
 from upfl import data
 from upfl.config import Config
-from upfl.data.federation import Federation
+from upfl.data.federation import ROLES, Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
-from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.evaluate import Scores, by_architecture, evaluate
 from upfl.engine.fitting import fit_needs
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
 from upfl.engine.local import LOSS, train_client, upload_like
-from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.environment import environment
+from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
 from upfl.personalize.fitting import CrossFitted
@@ -60,6 +61,16 @@ class Engine:
         self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
 
+    @classmethod
+    def standing(cls, folder: RunFolder) -> Engine:
+        """A run as its last checkpoint has it, to look at: nothing is changed or removed."""
+        engine = cls(folder, Group())
+        found = folder.load(engine.device)
+        if found is None:
+            raise RunError(f"{folder.path}: there is no checkpoint yet; `upfl resume {folder.path}` goes on")
+        engine.progress = found
+        return engine
+
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
         with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), torch.no_grad():
@@ -85,6 +96,7 @@ class Engine:
         self.group.barrier()
         if self.group.leads:
             self.folder.roll_back(found)
+            self.folder.add_session(environment() | {"workers": self.group.size, "after": found.round if found else 0})
         self.group.barrier()
         if found is None:
             server = self.training.init(generator(self.config.seed, "init"))
@@ -106,6 +118,7 @@ class Engine:
                 + (f"the checkpoint holds round {self._saved}. " if self._saved else "there is no checkpoint yet. ")
                 + "A lower learning rate is the usual cure"
             )
+        received = self.training.bytes_down(progress.server, round)
         progress.server = self.training.aggregate(progress.server, total, round)
         progress.round = round + 1
         progress.left_out += len(left_out)
@@ -115,6 +128,9 @@ class Engine:
             "clients": total.count,
             "left_out": [{"client": client, "reason": reason} for client, reason in left_out.items()],
             "loss": float(total[LOSS]) / total.count,
+            "gradients": total.count * sum(phase.iterations * phase.cost for phase in self.training.phases(round)),
+            "bytes_up": total.count * self.training.bytes_up({k: v for k, v in total.sizes.items() if k != LOSS}),
+            "bytes_down": len(participants) * received,
             **self.training.facts(progress.server),
             "train_s": time.perf_counter() - started,
         }
@@ -183,6 +199,7 @@ class Engine:
                 "test": scores.test,
                 "test_before": scores.before,
                 "steps": scores.mean_steps,
+                **by_architecture(self.federation, scores.training, scores.new),
             }
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
@@ -193,7 +210,7 @@ class Engine:
         """What newcomers receive, with what the personalizers need to have fitted, and facts about the fits."""
         return fit_needs(
             list(self.personalizers.values()),
-            self._published(),
+            self.published(),
             self.federation,
             self.inputs,
             self.config.seed,
@@ -215,12 +232,13 @@ class Engine:
                 given,
                 self.config.seed,
                 self.group,
-                lambda id: self.memory(id) if self.training.remembers else None,
+                lambda id: self.memory(id) if self.training.starts_from_memory else None,
                 self.config.evaluate_clients,
             )
         return scores
 
-    def _published(self) -> Published:
+    def published(self) -> Published:
+        """What newcomers receive of the state as it is, before anything is fitted over it."""
         members = _Members(self) if self.training.publishes_memory else ()
         return Published(self.training.publish(self.progress.server), self.progress.round, members)
 
@@ -246,12 +264,14 @@ class Engine:
 
     def result(self) -> dict[str, Any]:
         """The scores, as `result.json` has them."""
-        rows = []
+        rows, metrics = [], self.folder.metrics()
         for row, best in self.progress.best.items():
+            correct = {kind: self.progress.correct[f"{row}.{kind}"] for kind in ROLES}
             clients = [
                 {"client": i, "kind": kind, "accuracy": 100 * after / size, "before": 100 * before / size, "size": size}
-                for kind in ("training", "new")
-                for i, (before, after, size) in enumerate(self.progress.correct[f"{row}.{kind}"].tolist())
+                | ({"architecture": self.federation.architecture(kind, i)} if self.federation.architectures else {})
+                for kind in ROLES
+                for i, (before, after, size) in enumerate(correct[kind].tolist())
                 if size
             ]
             rows.append(
@@ -263,6 +283,7 @@ class Engine:
                     "test_last": best.test_last,
                     "test_best": best.test_best,
                     "best_round": best.round,
+                    **by_architecture(self.federation, correct["training"], correct["new"]),
                     "clients": clients,
                 }
             )
@@ -273,6 +294,7 @@ class Engine:
             "partition_seed": self.config.partition_seed,
             "rounds": self.progress.round,
             "left_out": self.progress.left_out,
+            **{sent: sum(line[sent] for line in metrics) for sent in ("bytes_up", "bytes_down")},
             "notes": list(self.federation.notes),
             "rows": rows,
         }
@@ -282,16 +304,17 @@ class Engine:
 
 
 class _Members(Sequence[State]):
-    """All training clients' memories, each read when it is asked for."""
+    """The memories of all training clients that have trained, each read when it is asked for."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.trained = (engine.progress.memory_rounds >= 0).nonzero().flatten().tolist()
 
     def __len__(self) -> int:
-        return self.engine.clients
+        return len(self.trained)
 
-    def __getitem__(self, client: Any) -> Any:
-        return self.engine.memory(client)
+    def __getitem__(self, member: Any) -> Any:
+        return self.engine.memory(self.trained[member])
 
 
 def assemble(
@@ -299,17 +322,25 @@ def assemble(
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
     """What a configuration describes, as objects; a federation whose data come from elsewhere is given."""
     if federation is None:
-        federation = data.build_federation(data.load(config.dataset), config.partition, config.partition_seed)
+        source = data.load(config.dataset)
+        federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
     source = federation.source
-    shape, classes = source.images.shape[1:], len(source.class_names)
-    model = config.model.build((shape[0], shape[1], shape[2]), classes)
-    task = Task(model, classes, len(federation.training))
-    training = training_class(config.training_name)(task, config.training_hyper())
+    inputs = Inputs(source, device)
+    (_, channels, height, breadth), classes = source.images.shape, len(source.class_names)
+    shape, kind = (channels, height, breadth), training_class(config.training_name)
+    task = Task(
+        model=config.model.build(shape, classes),
+        classes=classes,
+        clients=len(federation.training),
+        architectures=config.model.architectures(shape, classes),
+        public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
+    )
+    training = kind(task, config.training_hyper())
     personalizers = {
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()
     }
-    return federation, Inputs(source, device), training, personalizers
+    return federation, inputs, training, personalizers
 
 
 def checked_device(name: str) -> torch.device:

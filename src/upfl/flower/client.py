@@ -107,7 +107,7 @@ def evaluate(message: Message, context: Context) -> RecordDict:
     """How well each personalizer does on this node's validation data: correct before, correct after, samples."""
     node = TrainingNode(message, context)
     given = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])).without(node.id)
-    memory = node.memory() if node.training.remembers else None
+    memory = node.memory() if node.training.starts_from_memory else None
     labels = node.inputs.y(node.federation.training.validation(node.id))
     unlabelled = validation_client(node.federation, node.inputs, node.terms.config.seed, node.id)
     scores: dict[str, Any] = {

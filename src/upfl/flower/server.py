@@ -307,7 +307,7 @@ class FederatedRun(Engine):
     # Fits and scores
 
     def _fit(self, tell: Callable[[str], None]) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
-        return fit_by(self._run_fit, list(self.personalizers.values()), self._published(), tell)
+        return fit_by(self._run_fit, list(self.personalizers.values()), self.published(), tell)
 
     def _run_fit(self, key: str, fit: Fit) -> tuple[State, int]:
         """The fit's rounds over the nodes: as in the engine, a fold of what they send.

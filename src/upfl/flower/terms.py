@@ -110,7 +110,8 @@ def node_federation(terms: Terms, node: Node) -> Federation:
 
 
 def named_federation(config: Config) -> Federation:
-    return data.build_federation(data.load(config.dataset), config.partition, config.partition_seed)
+    source = data.load(config.dataset)
+    return data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
 
 
 def unseen_federation(task: FederationTask) -> Federation:

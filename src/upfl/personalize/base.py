@@ -15,26 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Hyper, Published, Training
+from upfl.training.base import Unlabelled as Unlabelled
 
 if TYPE_CHECKING:
     from upfl.personalize.fitting import Need
 
 CHUNK = 256  # samples that pass through a model at once; bounds memory, and keeps activations near the cache
-
-
-@dataclass(frozen=True)
-class Unlabelled:
-    """A client as a personalizer sees it: inputs, and a seed of its own. There are no labels here."""
-
-    id: int
-    x: Tensor
-    seed: int = 0
-
-    def generator(self, purpose: str) -> torch.Generator:
-        return generator(self.seed, "personalize", self.id, purpose)
 
 
 @dataclass(frozen=True)

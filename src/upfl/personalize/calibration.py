@@ -217,7 +217,10 @@ class Correction(Personalizer[H]):
         return ()
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        base = self.base.personalize(published, client)
+        return self.corrected(self.base.personalize(published, client), published)
+
+    def corrected(self, base: Personalized, published: Published) -> Personalized:
+        """What the base came to, corrected."""
         calibrator = Calibrator.of(published, self.base.name)
         posterior, mix, decision = self.correct(base, calibrator, published)
         logits = posterior.clamp(min=1e-300).log()

@@ -1,8 +1,8 @@
 """What mix of classes a newcomer holds, from unlabelled predictions: variational Bayes, EM and black-box estimation.
 
 All of it rests on label shift: p(x | c) is everyone's, only p(c) is the newcomer's. With calibrated posteriors p and
-the class frequencies pi that they were calibrated for, l_ic = log p_ic - log pi_c is the log-likelihood of sample i under
-class c, up to a constant of the sample; whatever the newcomer's mix q, its posterior is r_ic proportional to
+the class frequencies pi that they were calibrated for, l_ic = log p_ic - log pi_c is the log-likelihood of sample i
+under class c, up to a constant of the sample; whatever the newcomer's mix q, its posterior is r_ic proportional to
 exp(l_ic) q_c.
 
 Variational Bayes, q ~ Dirichlet(alpha):

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from upfl.personalize.base import Estimate, Personalized
+from upfl.personalize.base import Estimate
 from upfl.personalize.fitting import FITS, Fit, takes_part
 from upfl.state import State
 from upfl.training.base import Client, Total
@@ -34,12 +34,13 @@ class Reliability(Fit):
     def memory(self, client: Client) -> State:
         newcomer, y = self.play(client)
         personalized = self.personalizer.personalize(self.given.without(client.id), newcomer)
-        truth = [accuracy_of(logits, y) for logits in (personalized.before, personalized.logits)]
-        guessed = [
-            raw_estimate(logits, posterior_of(personalized)) for logits in (personalized.before, personalized.logits)
-        ]
-        errors = torch.tensor([guess - true for (guess, _), true in zip(guessed, truth, strict=True)])
-        return {"error": errors.double(), "variance": torch.tensor([variance for _, variance in guessed]).double()}
+        posterior = personalized.logits.double().softmax(1).cpu()
+        errors, variances = [], []
+        for logits in (personalized.before, personalized.logits):
+            value, variance = raw_estimate(logits, posterior)
+            errors.append(value - accuracy_of(logits, y))
+            variances.append(variance)
+        return {"error": torch.tensor(errors).double(), "variance": torch.tensor(variances).double()}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         taking = takes_part(client.id).double().unsqueeze(1)
@@ -53,10 +54,6 @@ class Reliability(Fit):
 
     def fitted(self, server: State, fit: int) -> State:
         return {name: value[fit].clone() for name, value in server.items()}
-
-
-def posterior_of(personalized: Personalized) -> Tensor:
-    return personalized.logits.double().softmax(1).cpu()
 
 
 def raw_estimate(predictions: Tensor, posterior: Tensor) -> tuple[float, float]:

@@ -13,7 +13,7 @@ the authors' code; the paper's algorithm compares adapted models only (`candidat
 """
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -29,9 +29,9 @@ from upfl.personalize.base import (
     entropy,
     summed_gradient,
 )
-from upfl.state import State, select
+from upfl.state import State
 from upfl.training.base import Hyper, Published, Training
-from upfl.training.fedtta import FedTTA
+from upfl.training.fedtta import FedTTAHyper
 from upfl.training.local import sgd_
 
 TRAINING_BATCH = 64
@@ -47,23 +47,37 @@ class EarlyStoppedHyper(Hyper):
     candidates: Literal["all", "adapted"] = Field("all", description="whether the unadapted model may be kept")
 
 
+@runtime_checkable
+class Guided(Protocol):
+    """A training that learns a guide: FedTTA's, whose hyper-parameters the steps take over."""
+
+    hyper: FedTTAHyper
+
+    def guided(self, published: Published, client: Unlabelled, memory: State | None) -> tuple[State, State]:
+        """psi and phi of a client before it personalizes."""
+
+    def guide(self, phi: State, logits: Tensor) -> Tensor:
+        """g(logits; phi): a number for each sample, as a differentiable function."""
+
+
 H = TypeVar("H", bound=Hyper)
 
 
 class _Guided(Personalizer[H]):
     """What both have in common: one step under g's guidance."""
 
+    training: Any  # Guided, as why_not sees to
+
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
-        if isinstance(training, FedTTA):
+        if isinstance(training, Guided):
             return None
         return f"it needs the adaptation model that FedTTA's trainings learn, and {training.name} learns none"
 
     def step(self, phi: State, psi: State, x: Tensor, round: int) -> tuple[Tensor, float, State]:
         """The logits and l_per of psi, and psi after a step."""
-        training: Any = self.training
-        hyper, g = training.hyper, training.g
-        logits, squares, gradient = summed_gradient(lambda z: g.apply(phi, z).square(), training.logits, psi, x)
+        training, hyper = self.training, self.training.hyper
+        logits, squares, gradient = summed_gradient(lambda z: training.guide(phi, z).square(), training.logits, psi, x)
         l_per = _scaled(squares.item(), len(x))
         scale = min(len(x), TRAINING_BATCH) / (2 * l_per * len(x))
         stepped = {name: value.clone() for name, value in psi.items()}
@@ -73,9 +87,8 @@ class _Guided(Personalizer[H]):
 
     def loss(self, phi: State, logits: Tensor) -> float:
         """l_per of given logits."""
-        training: Any = self.training
         with torch.no_grad():
-            return _scaled(training.g.apply(phi, logits).square().sum().item(), len(logits))
+            return _scaled(self.training.guide(phi, logits).square().sum().item(), len(logits))
 
 
 def _scaled(squares: float, count: int) -> float:
@@ -88,7 +101,7 @@ class OneStep(_Guided[OneStepHyper]):
     Hyper = OneStepHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        start, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
+        start, phi = self.training.guided(published, client, memory)
         before, l_per, psi = self.step(phi, start, client.x, published.round)
         logits = all_logits(self.training.logits, psi, client.x)
         entropies = [entropy(before).mean().item(), entropy(logits).mean().item()]
@@ -104,7 +117,7 @@ class EarlyStopped(_Guided[EarlyStoppedHyper]):
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         hyper = self.hyper
-        psi, phi = self.training.start(published, client.x, memory), select(published.state, "phi")
+        psi, phi = self.training.guided(published, client, memory)
         diary, waited = Diary(), 0
         least, best, best_logits, before = math.inf, psi, None, None
         for taken in range(hyper.steps + 1):

@@ -11,9 +11,9 @@ once without each of five folds of them: a training client is scored by what was
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class Fit(Stage[Hyper]):
         """The client as a newcomer with its validation inputs, and the labels, for afterwards."""
         batches = list(client.batches("validation", 1024))
         x, y = torch.cat([batch.x for batch in batches]), torch.cat([batch.y for batch in batches])
-        return Unlabelled(client.id, x, client.seed), y.cpu()
+        return Unlabelled(client.id, x, client.seed, client.architecture), y.cpu()
 
 
 def takes_part(client: int) -> Tensor:
@@ -108,7 +108,15 @@ def takes_part(client: int) -> Tensor:
     return taking
 
 
-def needs_of(personalizers: list[Personalizer[Any]]) -> dict[str, Need]:
+class Needy(Protocol):
+    """A personalizer, or an oracle."""
+
+    name: ClassVar[str]
+
+    def needs(self) -> tuple[Need, ...]: ...
+
+
+def needs_of(personalizers: Sequence[Needy]) -> dict[str, Need]:
     """All that these need, each thing once, in an order in which it can be fitted."""
     found: dict[str, Need] = {}
     for personalizer in personalizers:

@@ -15,7 +15,7 @@ class Nothing(Personalizer[NothingHyper]):
     Hyper = NothingHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        predictor = Predictor(self.training, [self.training.start(published, client.x, memory)])
+        predictor = Predictor(self.training, [self.training.start(published, client, memory)])
         logits = predictor.logits(client.x)
         diary = Diary(entropy=[entropy(logits).mean().item()], decision="the published model, unchanged")
         return Personalized(logits, logits, predictor, diary)

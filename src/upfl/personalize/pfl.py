@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, entropy
 from upfl.state import State
@@ -38,11 +37,11 @@ class _Members(Personalizer[PFLHyper]):
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         if memory is not None:
-            models: Sequence[State] = [self.training.start(published, client.x, memory)]
+            models: Sequence[State] = [self.training.start(published, client, memory)]
             decision = "the client's own model"
         else:
             members = self.choose(published, client)
-            models = _Lazy(self.training, published, client.x, members)
+            models = _Lazy(self.training, published, client, members)
             decision = self.describe(members)
         predictor = Predictor(self.training, models)
         logits = predictor.logits(client.x)
@@ -65,7 +64,7 @@ class Sampled(_Members):
         return [int(torch.randint(len(published.members), (1,), generator=client.generator("sampled member")))]
 
     def describe(self, members: list[int]) -> str:
-        return f"the model of training client {members[0]}, drawn at random"
+        return f"training clients' model number {members[0]}, drawn at random"
 
 
 class Ensemble(_Members):
@@ -82,11 +81,11 @@ class Ensemble(_Members):
 class _Lazy(Sequence[State]):
     """Members' models, made when they are used: all of them at once would not fit into memory."""
 
-    def __init__(self, training: Training[Any], published: Published, x: Tensor, members: list[int]) -> None:
-        self.training, self.published, self.x, self.members = training, published, x, members
+    def __init__(self, training: Training[Any], published: Published, client: Unlabelled, members: list[int]) -> None:
+        self.training, self.published, self.client, self.members = training, published, client, members
 
     def __len__(self) -> int:
         return len(self.members)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.training.start(self.published, self.x, self.published.members[self.members[index]])
+        return self.training.start(self.published, self.client, self.published.members[self.members[index]])

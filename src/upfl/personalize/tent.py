@@ -52,7 +52,7 @@ class Tent(Personalizer[TentHyper]):
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         hyper, training = self.hyper, self.training
         lr = training.local_rate(published.round) if hyper.lr is None else hyper.lr
-        psi = {name: value.clone() for name, value in training.start(published, client.x, memory).items()}
+        psi = {name: value.clone() for name, value in training.start(published, client, memory).items()}
         adapted = {name: psi[name] for name in _chosen(psi, hyper.parameters)}
         diary = Diary(steps=hyper.steps, decision=f"{hyper.steps} step(s) down the entropy, as configured")
         before = None

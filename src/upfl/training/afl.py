@@ -8,8 +8,11 @@ lambda weighs the clients, starts uniform, and moves towards those whose loss is
 Settled: losses are on each client's training data; sums run over the clients that take part, and only their losses
 count; mixture_lr decays like the other rates. mixture_lr = 0 with all clients is FedAvg to rounding. The effective
 number of clients, 1 / sum lambda^2, is in the metrics: at the paper's 0.3 one update can leave a quarter of them with
-weight.
+weight. Under partial participation, clients that stay away keep their place on the simplex but for the projection's
+common shift. lambda is the weight, so there is none by sample count.
 """
+
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -23,6 +26,7 @@ from upfl.training.local import cross_entropy
 
 class AFLHyper(FedAvgHyper):
     mixture_lr: float = Field(0.001, ge=0)
+    aggregation: Literal["uniform"] = "uniform"
 
 
 class AFL(FedAvg):

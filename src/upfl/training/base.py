@@ -26,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from upfl.models import Model
-from upfl.state import State, contiguous, prefixed, select
+from upfl.randomness import generator
+from upfl.state import State, byte_size, contiguous, prefixed, select
 
 Split = Literal["train", "validation", "public"]
 
@@ -60,6 +61,7 @@ class Batch:
     y: Tensor
     mask: Tensor | None = None
     noise: State = field(default_factory=dict)  # what the phase asked for, a row for each sample
+    index: Tensor | None = None  # the samples' places in their split
 
     def weight(self) -> Tensor:
         """Each sample's weight in a mean over the batch."""
@@ -69,12 +71,26 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """One of the models that clients may have, and the width of the adaptation model that goes with it."""
+
+    model: Model
+    adaptation_width: int | None = None  # where None, the training's
+
+
+@dataclass(frozen=True)
 class Task:
-    """What is to be learned: the model, and the number of training clients that exist."""
+    """What is to be learned: the model, and the number of training clients that exist.
+
+    Where clients differ in their models, `architectures` has them by name. `public` are the unlabelled samples that
+    everyone has, in the order of the split of that name.
+    """
 
     model: Model
     classes: int
     clients: int
+    architectures: Mapping[str, Architecture] = field(default_factory=dict)
+    public: Tensor | None = None
 
 
 class Client(Protocol):
@@ -91,6 +107,10 @@ class Client(Protocol):
         """The run's."""
 
     @property
+    def architecture(self) -> str:
+        """The name of its model's architecture, where clients differ in that; else empty."""
+
+    @property
     def count(self) -> int:
         """The number of samples in its train split."""
 
@@ -98,6 +118,19 @@ class Client(Protocol):
 
     def batches(self, split: Split, size: int) -> Iterator[Batch]:
         """One pass over a split, in order."""
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """A client as a personalizer sees it: inputs, and a seed of its own. There are no labels here."""
+
+    id: int
+    x: Tensor
+    seed: int = 0
+    architecture: str = ""
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return generator(self.seed, "personalize", self.id, purpose)
 
 
 Step = Callable[[State, Batch, int], tuple[State, Tensor]]
@@ -120,6 +153,7 @@ class Phase:
     batch_size: int
     split: Split = "train"
     noise: Mapping[str, Noise] = field(default_factory=dict)
+    cost: float = 1.0  # gradient evaluations in a step: forward and backward passes of the prediction model
 
 
 class Total(Mapping[str, Tensor]):
@@ -187,6 +221,8 @@ class Training(Stage[H]):
     Hyper: ClassVar[type[Any]]
     adaptation: Model | None = None  # g, where the training learns one
     publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
+    heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
 
     def __init__(self, task: Task, hyper: H) -> None:
@@ -199,10 +235,10 @@ class Training(Stage[H]):
         return server
 
     @abstractmethod
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         """The parameters of the model before personalization: a newcomer's (no memory) or a training client's own.
 
-        x is the client's unlabelled data; most trainings give everyone the same model and do not look at it.
+        Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
 
     def logits(self, params: State, x: Tensor) -> Tensor:
@@ -212,10 +248,26 @@ class Training(Stage[H]):
         """
         return self.model.apply(params, x)
 
+    def features(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model makes of x before its last layer, a row for each sample."""
+        return self.model[:-1].apply(params, x).flatten(1)
+
     @property
     def size(self) -> int:
-        """The number of values in the server's state, about."""
+        """About how many values a worker holds of the server's state or of its sum: for the memory forecast."""
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
+
+    def bytes_down(self, server: State, round: int) -> int:
+        """What a client receives in a round: the server's state, unless some of it stays there."""
+        return byte_size(server)
+
+    def bytes_up(self, sizes: Mapping[str, int]) -> int:
+        """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""
+        return sum(sizes.values())
+
+    def remark(self) -> str:
+        """What a user should know before the first round; mostly nothing."""
+        return ""
 
     def facts(self, server: State) -> dict[str, float]:
         """Numbers about the server's state that belong into the metrics."""
@@ -239,10 +291,19 @@ class LocalTraining(Training[L]):
         return prefixed("psi", self.model.init(generator))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size),)
+        return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size, cost=self.step_cost),)
+
+    @property
+    def step_cost(self) -> float:
+        """Gradient evaluations in a step. One is three matrix products a layer: forward, and backward to both sides."""
+        return 1.0
 
     def begin(self, server: State, memory: State, client: Client) -> State:
-        return self.model.layout({name: value.clone() for name, value in server.items()})
+        return self.carry(server)
+
+    def carry(self, models: State) -> State:
+        """A copy of models to train, and what the steps need beside them."""
+        return self.model.layout({name: value.clone() for name, value in models.items()})
 
     @abstractmethod
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
@@ -260,5 +321,5 @@ class LocalTraining(Training[L]):
     def publish(self, server: State) -> State:
         return {name: value for name, value in server.items() if name.startswith(("psi.", "phi."))}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         return self.model.layout(select(published.state, "psi"))

@@ -13,7 +13,8 @@ Settled: F is the model up to its last layer and then a projection to `features`
 has 10 dimensions, uniform on [0, 1]; the reference distribution is that of generated features; D is class-conditional
 (an unconditional one would be wrong on clients with two classes): a linear projection, one hidden layer, a sigmoid. D,
 then F and C, then G are updated on each batch, G through D without detaching its output. G has one hidden layer of the
-features' size.
+features' size. Ours, where the paper is silent: labels are smoothed by 0.1; D's projection and hidden layer have 64
+units, and the projection is trained with the rest of D.
 """
 
 import torch
@@ -55,6 +56,10 @@ class FedADG(LocalTraining[FedADGHyper]):
         self.discriminator = Model(
             (Linear("projection", inputs, size), Linear("hidden", size, size), Relu(), Linear("output", size, 1))
         )
+
+    @property
+    def size(self) -> int:
+        return self.model.size + self.generator.size
 
     def init(self, generator: torch.Generator) -> State:
         return super().init(generator) | prefixed("generator", self.generator.init(generator))

@@ -27,9 +27,13 @@ class FedAvg(LocalTraining[FedAvgHyper]):
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi = self.hyper, select(carry, "psi")
         trace = self.model.trace(psi, batch.x)
-        loss, dz = cross_entropy(trace.output, batch)
+        loss, dz = self.fit(carry, trace.output, batch)
         sgd_(psi, trace.backward(dz), hyper.rate(hyper.lr, round), hyper.weight_decay, hyper.clip)
         return carry, loss
+
+    def fit(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of the logits, and its gradient there."""
+        return cross_entropy(logits, batch)
 
     def local_rate(self, round: int) -> float:
         return self.hyper.rate(self.hyper.lr, round)

@@ -26,6 +26,10 @@ class FedGMA(FedAvg):
     Hyper = FedGMAHyper
     hyper: FedGMAHyper
 
+    @property
+    def size(self) -> int:
+        return 2 * self.model.size  # signs travel beside the changes
+
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         up, memory = super().finish(server, carry, client)
         return up | {f"sign.{name}": up[name].sign().to(torch.int8) for name in server}, memory

@@ -10,11 +10,10 @@ Settled: personal layers start from (seed, client).
 """
 
 import torch
-from torch import Tensor
 
 from upfl.models import Conv, Linear
 from upfl.state import State, select
-from upfl.training.base import Client, Published, Task
+from upfl.training.base import Client, Published, Task, Unlabelled
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 
@@ -22,6 +21,7 @@ class FedPer(FedAvg):
     name = "fedper"
     title = "FedPer"
     remembers = True
+    starts_from_memory = True
     publishes_memory = True
     serves_newcomers = False
 
@@ -46,9 +46,9 @@ class FedPer(FedAvg):
         up, _ = super().finish(server, carry, client)
         return up, {f"psi.{name}": carry[f"psi.{name}"].contiguous() for name in sorted(self.personal)}
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         assert memory is not None, "FedPer has no model for a client that did not train"
-        own = {name: value.to(x.device) for name, value in memory.items()}
+        own = {name: value.to(client.x.device) for name, value in memory.items()}
         return self.model.layout(select(self._ordered(published.state | own), "psi"))
 
     def _ordered(self, state: State) -> State:

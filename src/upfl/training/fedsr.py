@@ -10,7 +10,9 @@ and stay on the client. The KL is summed over dimensions, averaged over the batc
 
 Settled: the MLP's second layer is doubled (400 = 200 + 200); the ConvNet's second convolution is (128 channels),
 flattened and split in halves. Both feed the classifier without a rectifier of their own, as a Gaussian's mean has a
-sign; momentum restarts every round. A prediction averages the probabilities of 20 samples whose eps come from a fixed
+sign; momentum restarts every round. r and C have no weight decay and are clipped apart from psi. 1e-6 is added to sigma
+and 1e-12 to the ratio of variances in the KL, which keeps its logarithm finite where a representation collapses: sigma
+under 1e-5 counts as wider than it is. A prediction averages the probabilities of 20 samples whose eps come from a fixed
 seed and are the same for every input, so that it is a function of the input alone.
 """
 
@@ -48,15 +50,15 @@ class FedSR(LocalTraining[FedSRHyper]):
         super().__init__(task, hyper)
         self.encoder, self.classifier = _gaussian(task.model)
         self.model = Model((*self.encoder.layers, *self.classifier.layers))
-        self.features = next(layer.inputs for layer in self.classifier.layers if isinstance(layer, Linear))
-        self.eps = torch.randn(SAMPLES, 1, self.features, generator=named_generator("fedsr", "prediction"))
+        self.dimensions = next(layer.inputs for layer in self.classifier.layers if isinstance(layer, Linear))
+        self.eps = torch.randn(SAMPLES, 1, self.dimensions, generator=named_generator("fedsr", "prediction"))
 
     def memory(self, client: Client) -> State:
-        reference = (self.task.classes, self.features)
+        reference = (self.task.classes, self.dimensions)
         return {"r_m": torch.zeros(reference), "r_s": torch.ones(reference), "C": torch.ones(())}
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        noise = {"eps": Noise("normal", self.features)}
+        noise = {"eps": Noise("normal", self.dimensions)}
         return (Phase(self.step, self.hyper.iterations, self.hyper.batch_size, noise=noise),)
 
     def begin(self, server: State, memory: State, client: Client) -> State:
@@ -100,6 +102,9 @@ class FedSR(LocalTraining[FedSRHyper]):
         eps = self.eps.to(x.device)
         log_p = torch.stack([self.classifier.apply(params, m + sigma * e).log_softmax(1) for e in eps])
         return log_p.logsumexp(0) - math.log(SAMPLES)
+
+    def features(self, params: State, x: Tensor) -> Tensor:
+        return self.represent(params, x)[0]
 
     def local_rate(self, round: int) -> float:
         return self.hyper.rate(self.hyper.lr, round)

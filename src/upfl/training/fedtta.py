@@ -31,8 +31,8 @@ from torch import Tensor
 
 from upfl.models import adaptation_model
 from upfl.state import State, prefixed, select
-from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Task
-from upfl.training.local import clip_, cross_entropy, sgd_
+from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Published, Task, Unlabelled
+from upfl.training.local import clip_, cross_entropy, divergence, sgd_
 
 
 class FedTTAHyper(LocalHyper):
@@ -56,8 +56,8 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     def init(self, generator: torch.Generator) -> State:
         return super().init(generator) | prefixed("phi", self.g.init(generator))
 
-    def begin(self, server: State, memory: State, client: Client) -> State:
-        carry = super().begin(server, memory, client)
+    def carry(self, models: State) -> State:
+        carry = super().carry(models)
         return carry | {f"momentum.{name}": torch.zeros_like(value) for name, value in select(carry, "phi").items()}
 
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
@@ -73,7 +73,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         psi_tilde = base.backward(g.backward_to_input(direction), plus=(psi, shrink), factor=-inner_lr)
 
         personalized = self.model.trace(psi_tilde, batch.x)
-        loss, dz = cross_entropy(personalized.output, batch)
+        loss, dz = self.fit(carry, personalized.output, batch)
         v = personalized.backward(dz)
 
         ds = g.tangent(None, base.tangent(v, scale=-inner_lr))
@@ -92,6 +92,15 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))
         return carry, loss + penalty
 
+    @property
+    def step_cost(self) -> float:
+        # Products a layer: two forward and backward passes (6), J d (2), the derivative of J^T u along d (4).
+        return (12 if self.hyper.second_order else 8) / 3
+
+    def fit(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of the personalized model's logits, and its gradient there."""
+        return cross_entropy(logits, batch)
+
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
         """A term on the base model's logits that is added to the loss, and its gradient there."""
         return 0.0, None
@@ -103,6 +112,12 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         torch._foreach_mul_(buffers, self.hyper.momentum)
         torch._foreach_add_(buffers, steps)
         torch._foreach_add_(list(phi.values()), buffers, alpha=-rate)
+
+    def guided(self, published: Published, client: Unlabelled, memory: State | None) -> tuple[State, State]:
+        return self.start(published, client, memory), select(published.state, "phi")
+
+    def guide(self, phi: State, logits: Tensor) -> Tensor:
+        return self.g.apply(phi, logits)
 
     def local_rate(self, round: int) -> float:
         return self.hyper.rate(self.hyper.outer_lr, round)
@@ -123,13 +138,11 @@ class FedTTAProx(FedTTA):
         received = self.model.layout(select(server, "psi"))
         return super().begin(server, memory, client) | prefixed("received", received)
 
+    @property
+    def step_cost(self) -> float:
+        # Z. (1), and without the second order a pass back of its own for the penalty (2).
+        return super().step_cost + (1 if self.hyper.second_order else 3) / 3
+
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
-        weight = batch.weight().unsqueeze(1) * self.hyper.mu
-        received = self.model.apply(select(carry, "received"), batch.x).log_softmax(1)
-        base = logits.log_softmax(1)
-        p = base.exp()
-        if self.hyper.kl == "forward":
-            terms = p * (base - received)
-            return (terms * weight).sum(), (terms - p * terms.sum(1, keepdim=True)) * weight
-        target = received.exp()
-        return (target * (received - base) * weight).sum(), (p - target) * weight
+        received = self.model.apply(select(carry, "received"), batch.x)
+        return divergence(logits, received, batch.weight() * self.hyper.mu, own_first=self.hyper.kl == "forward")

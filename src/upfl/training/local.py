@@ -21,6 +21,20 @@ def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss, log_p.exp().scatter_add(1, y, _minus_one(y, log_p)) * weight
 
 
+def divergence(logits: Tensor, others: Tensor, weight: Tensor, own_first: bool) -> tuple[Tensor, Tensor]:
+    """The weighted sum over samples of KL(softmax(logits) || softmax(others)), and its gradient for the logits.
+
+    Where not `own_first`, the two change places.
+    """
+    own, other, weight = logits.log_softmax(1), others.log_softmax(1), weight.unsqueeze(1)
+    p = own.exp()
+    if own_first:
+        terms = p * (own - other)
+        return (terms * weight).sum(), (terms - p * terms.sum(1, keepdim=True)) * weight
+    target = other.exp()
+    return (target * (other - own) * weight).sum(), (p - target) * weight
+
+
 def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, State]:
     """A loss and its gradient by autograd, for steps whose derivatives are not written out."""
     gradient, value = torch.func.grad_and_value(loss)(params)

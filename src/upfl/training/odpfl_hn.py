@@ -14,6 +14,10 @@ and one linear head for each parameter tensor. The heads hold 100 numbers for ea
 for CIFAR-10's ConvNet, 667 million for FEMNIST's. So gradients of heads, outer products of a tensor's change with the
 last hidden layer, are formed one at a time when the sum asks for them. `rank` puts a bottleneck before the heads:
 `rank = 4` has about 20 times fewer parameters.
+
+Ours, where paper and code are silent: H and E have the weight decay of local training; the last hidden layer goes
+through a rectifier into the heads; a head's bias starts as the model's own initialisation, its weights small, so that
+the first theta is a model that can be trained.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
 from upfl.state import State, norm, prefixed, select
-from upfl.training.base import Client, Published, Task, Total
+from upfl.training.base import Client, Published, Task, Total, Unlabelled
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256
@@ -125,11 +129,27 @@ class OdpflHn(FedAvg):
                 value.sub_(total.mean(name).to(value.device), alpha=rate * scale)
         return server
 
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        parts = list(client.x.split(CHUNK))  # type: ignore[no-untyped-call]
+        return self.model.layout(self.generate(published.state, parts))
+
+    # The sum has the gradients of H's heads: outer products of theta - theta' with what H computed. A server that has H
+    # forms them itself. What then crosses the wire, besides E, is e, theta and what is needed to train both.
+
+    def bytes_down(self, server: State, round: int) -> int:
+        """E, theta, and the gradient for e."""
+        return 4 * (self.encoder.size + self.model.size + self.hyper.embedding)
+
+    def bytes_up(self, sizes: Mapping[str, int]) -> int:
+        """e, theta - theta', the gradient for E, and the weight."""
+        return 4 * (self.hyper.embedding + self.model.size + self.encoder.size + 1)
+
     def publish(self, server: State) -> State:
         return server
 
-    def start(self, published: Published, x: Tensor, memory: State | None) -> State:
-        return self.model.layout(self.generate(published.state, list(x.split(CHUNK))))  # type: ignore[no-untyped-call]
+    def remark(self) -> str:
+        heads = f"low-memory heads of rank {self.hyper.rank}" if self.hyper.rank else "full heads"
+        return f"the encoder and the hypernetwork, with {heads}, have {self.size:,} parameters"
 
     @property
     def size(self) -> int:

@@ -54,6 +54,10 @@ class Scaffold(FedAvg):
         torch._foreach_add_(list(psi.values()), [correction[name] for name in psi], alpha=-lr)
         return carry, loss
 
+    @property
+    def size(self) -> int:
+        return 2 * self.model.size
+
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         psi = prefixed("psi", select(server, "psi"))
         up, _ = super().finish(psi, carry, client)

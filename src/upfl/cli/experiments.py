@@ -1,0 +1,153 @@
+"""`upfl experiment`: the paper's tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from upfl import api
+from upfl.cli.progress import ProgressBar
+from upfl.cli.runs import Track, Workers, listed, participation, show_runs
+from upfl.config import PROFILES
+from upfl.engine.group import under_torchrun
+from upfl.engine.rounds import Observer
+from upfl.errors import ConfigError, RunError
+from upfl.experiments import definitions, runner
+from upfl.experiments.plan import Job, plan
+from upfl.track import Several, tracker
+
+
+def experiment(
+    name: Annotated[str, typer.Argument(help=f"{', '.join(definitions.EXPERIMENTS)}.")],
+    methods: Annotated[str | None, typer.Option(help="Rows, comma-separated.  [default: the paper's]")] = None,
+    data: Annotated[str | None, typer.Option(help="Data sets, comma-separated.  [default: the paper's]")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Training seeds.  [default: 0,1,2; lite and smoke: 0]")] = None,
+    partition_seeds: Annotated[str, typer.Option(help="Partition seeds: who holds which samples.")] = "0",
+    profile: Annotated[str, typer.Option(help=f"Scale: {', '.join(PROFILES)}.")] = "paper",
+    rounds: Annotated[int | None, typer.Option(min=1)] = None,
+    clients_per_round: Annotated[str | None, typer.Option(help="A number (20) or a fraction (0.4).")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Rounds between evaluations.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of every training: KEY=VALUE.")] = None,
+    workers: Workers = None,
+    out: Annotated[Path | None, typer.Option(help="The folder.  [default: runs/NAME-PROFILE]")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and about how long.")] = False,
+    track: Track = None,
+) -> None:
+    """Run the trainings behind one of the paper's tables or figures; then `upfl report` shows it.
+
+    Rows that share a training share one run. Started again, an experiment skips what is done and goes on with what was
+    begun; a training that fails is reported and the others go on. Without options the rows, data sets and partition
+    are the paper's.
+
+    Examples:
+
+        upfl experiment overall --profile smoke --data digits
+
+        upfl experiment overall --data mnist --methods fedavg,tent,fedtta,fedtta-prox,fedtta++ --seeds 0
+
+        upfl experiment distribution-shift --profile lite --dry-run
+    """
+    chosen = definitions.experiment(name)
+    if under_torchrun():
+        raise ConfigError("an experiment starts workers of its own: under torchrun, start single trainings")
+    jobs = plan(
+        chosen,
+        methods=listed(methods),
+        datasets=listed(data),
+        seeds=_numbers("--seeds", seeds),
+        partition_seeds=_numbers("--partition-seeds", partition_seeds),
+        profile=profile,
+        settings=settings or (),
+        rounds=rounds,
+        clients_per_round=participation(clients_per_round),
+        evaluate_every=evaluate_every,
+    )
+    folder = out or Path("runs") / f"{name}-{profile}"
+    for tool in listed(track):
+        tracker(tool)  # whether it is there
+    console = Console()
+    console.print(
+        f"[bold]{chosen.title}[/bold] ({chosen.paper}): {sum(len(job.rows) for job in jobs)} rows from "
+        f"{len(jobs)} trainings, in {escape(str(folder))}",
+        soft_wrap=True,
+    )
+    if dry_run:
+        return _estimate(jobs, workers, console)
+    runner.prepare(chosen, jobs, folder)
+    outcomes = []
+    try:
+        for outcome in runner.run(jobs, folder, workers, lambda job: _watched(job, jobs, listed(track))):
+            outcomes.append(outcome)
+            if outcome.state == "failed":
+                console.print(f"[red]failed:[/red] {escape(outcome.job.name)}: {escape(outcome.error)}", soft_wrap=True)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    done = [api.Run(folder / outcome.job.name) for outcome in outcomes if outcome.state != "failed"]
+    if done:
+        show_runs(done, as_json=False)
+    counts = {state: sum(outcome.state == state for outcome in outcomes) for state in ("done", "was done", "failed")}
+    console.print(
+        f"{counts['done']} trainings done, {counts['was done']} were done before, {counts['failed']} failed. "
+        f"Look at them: [bold]upfl report {escape(str(folder))} -o {escape(str(folder / 'report'))}[/bold]",
+        soft_wrap=True,
+    )
+    if counts["failed"]:
+        names = ", ".join(outcome.job.name for outcome in outcomes if outcome.state == "failed")
+        raise RunError(
+            f"{counts['failed']} of {len(jobs)} trainings failed: {names}; the same command tries them again"
+        )
+    return None
+
+
+def _estimate(jobs: list[Job], workers: int | None, console: Console) -> None:
+    with console.status("a short trial of each kind of training"):
+        estimates = runner.estimate(jobs, workers)
+    table = Table(title="What would run", title_justify="left")
+    for column in ("training", "rows"):
+        table.add_column(column, overflow="fold")
+    for column in ("rounds", "seed", "partition", "other new clients", "about"):
+        table.add_column(column, justify="right")
+    for estimate in estimates:
+        job, config = estimate.job, estimate.job.config
+        numbers = (config.rounds, config.seed, config.partition_seed, len(job.newcomers) or "")
+        table.add_row(job.name, ", ".join(job.rows), *map(str, numbers), duration(estimate.seconds))
+    console.print(table)
+    console.print(
+        f"{len(jobs)} trainings, about [bold]{duration(sum(estimate.seconds for estimate in estimates))}[/bold] "
+        f"with {workers or api.cores()} worker(s).\n[dim]Measured: {runner.TRIAL_ROUNDS} rounds of each kind of "
+        "training with a few clients, and their scoring; scaled to all clients, rounds and evaluations. Early-stopped "
+        "adaptation takes other numbers of steps later in training, so its share is rough.[/dim]"
+    )
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+@contextmanager
+def _watched(job: Job, jobs: list[Job], track: list[str]) -> Iterator[Observer]:
+    place = f"{jobs.index(job) + 1}/{len(jobs)}"
+    with ProgressBar(f"{place} {job.name}") as bar:
+        yield Several([bar, *(tracker(name) for name in track)])
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    try:
+        numbers = [int(number) for number in listed(text)]
+        if any(number < 0 for number in numbers):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{option} {text}: give whole numbers from 0, comma-separated: 0,1,2") from None
+    return numbers

@@ -1,0 +1,164 @@
+"""`upfl score`: a trained run under further personalizers, beside bounds, on later data and on other newcomers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from upfl.cli.runs import AsJson
+from upfl.engine.folder import RunFolder
+from upfl.engine.score import Newcomers, Score, Scorer, harm
+from upfl.errors import ConfigError
+from upfl.report.statistics import bootstrap
+
+DEFAULT = "none,calibrated,label-shift,tent"
+HARM = 2.0  # points that a client may lose before it counts as harmed
+
+
+def score(
+    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    names: Annotated[str, typer.Option("--score", help="Personalizers or BASE+CORRECTION, with commas.")] = DEFAULT,
+    oracles: Annotated[bool, typer.Option("--oracles", help="Bounds that know the labels, drawn apart.")] = False,
+    inductive: Annotated[bool, typer.Option("--inductive", help="Personalize on one half, score the other.")] = False,
+    sizes: Annotated[str | None, typer.Option(help="Samples of drawn newcomers: 5,20,60,600.")] = None,
+    classes: Annotated[str | None, typer.Option(help="Classes of drawn newcomers: 2,5,10.")] = None,
+    draws: Annotated[int, typer.Option(min=1, help="Newcomers drawn for each size and number of classes.")] = 50,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A JSON file for all of it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a run's last state under any personalizers, without training anew.
+
+    Examples:
+
+        upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles --inductive
+
+        upfl score runs/digits-fedavg-paper-s0 --sizes 5,20,60 --classes 2,5,10
+    """
+    console = Console(stderr=True)
+    with console.status("reading the run") as status:
+
+        def tell(what: str) -> None:
+            status.update(escape(what))
+
+        wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+        scorer = Scorer(RunFolder.open(run), wanted, oracles, tell)
+        scores = scorer.score(inductive, tell)
+        curves = []
+        for count in _numbers(classes, "--classes") or ([2] if sizes else []):
+            for size in _numbers(sizes, "--sizes") or [600]:
+                tell(f"newcomers with {count} classes and {size} samples")
+                drawn = scorer.score_newcomers(Newcomers(count, size, draws))
+                curves.append({"classes": count, "samples": size, "rows": summaries(drawn)})
+    found: dict[str, Any] = {
+        "run": str(run),
+        "dataset": scorer.config.dataset,
+        "training": scorer.engine.training.name,
+        "round": scorer.engine.progress.round,
+        "seed": scorer.config.seed,
+        "partition_seed": scorer.config.partition_seed,
+        "fits": scorer.facts,
+        "rows": summaries(scores, clients=True),
+        "newcomers": curves,
+    }
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    _show(found)
+
+
+def summaries(scores: list[Score], clients: bool = False) -> list[dict[str, Any]]:
+    """The figures of each score; differences, with intervals, and harm against `none` and `calibrated`."""
+    references = {score.name: score for score in scores if score.name in ("none", "calibrated")}
+    rows = []
+    for score in scores:
+        row: dict[str, Any] = {"name": score.name, "title": score.title, "bound": score.bound, "test": score.accuracy}
+        if score.validation is not None:
+            row["validation"] = score.validation
+        if score.later:
+            right, total = np.array(score.later).sum(0)
+            row["inductive"] = 100 * right / total
+        if score.estimates:
+            value, low, high, truth = np.array(score.estimates).T
+            row["estimate"] = {
+                "mean_error": 100 * float((value - truth).mean()),
+                "mean_absolute_error": 100 * float(np.abs(value - truth).mean()),
+                "covered": 100 * float(((low <= truth) & (truth <= high)).mean()),
+            }
+        for name, reference in references.items():
+            if name != score.name and not score.bound:
+                row[f"against_{name}"] = _against(score, reference)
+        if clients:
+            row["clients"] = [{"accuracy": 100 * float(r.mean()), "size": len(r)} for r in score.right]
+        rows.append(row)
+    return rows
+
+
+def _against(score: Score, reference: Score) -> dict[str, float]:
+    pairs = harm(score, reference)
+    difference = np.array([one["won"] - one["lost"] for one in pairs], np.float64)
+    sizes = np.array([one["size"] for one in pairs], np.float64)
+    interval = bootstrap([(difference, sizes)])
+    large = [one for one in pairs if one["size"] >= 100]
+    harmed = [one for one in large if 100 * (one["lost"] - one["won"]) / one["size"] > HARM and one["p"] < 0.05]
+    return {
+        "difference": interval.value,
+        "low": interval.low,
+        "high": interval.high,
+        "large_clients": len(large),
+        "harmed_large_clients": len(harmed),
+    }
+
+
+def _numbers(text: str | None, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"{option} {text}: whole numbers, comma-separated") from None
+    if any(number < 1 for number in numbers):
+        raise ConfigError(f"{option} {text}: numbers from 1 on")
+    return numbers
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console()
+    table = Table(
+        title=f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent",
+        title_justify="left",
+    )
+    for name in ("personalizer", "validation", "new clients", "inductive", "against none", "harmed", "estimate off by"):
+        table.add_column(name, justify="left" if name == "personalizer" else "right")
+    last: dict[str, Any] = {"bound": False}
+    for row in found["rows"]:
+        if row["bound"] and not last["bound"]:
+            table.add_section()
+        last = row
+        against = row.get("against_none")
+        table.add_row(
+            escape(row["name"]) + (" (bound)" if row["bound"] else ""),
+            _figure(row.get("validation")),
+            f"[bold]{row['test']:.2f}[/bold]",
+            _figure(row.get("inductive")),
+            f"{against['difference']:+.2f} [{against['low']:+.2f}, {against['high']:+.2f}]".replace("[", "\\[")
+            if against
+            else "",
+            f"{against['harmed_large_clients']} of {against['large_clients']}" if against else "",
+            _figure(row.get("estimate", {}).get("mean_absolute_error")),
+        )
+    console.print(table)
+    for curve in found["newcomers"]:
+        figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])
+        console.print(f"{curve['classes']} classes, {curve['samples']} samples: {figures}", highlight=False)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,177 @@
+"""Scoring a trained run anew: further personalizers, oracles, later data, newcomers of other sizes and class mixes.
+
+Nothing is trained and nothing in the run changes. Every personalizer is scored on the same state, that of the last
+checkpoint, so that all comparisons are paired. What personalizers need is fitted over the training clients as during
+the run; new clients' labels are used to count right predictions, by oracles, and to draw newcomers with given classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+from torch import Tensor
+
+from upfl.engine.clients import newcomer, validation_client
+from upfl.engine.fitting import fit_needs
+from upfl.engine.folder import RunFolder
+from upfl.engine.group import Group
+from upfl.engine.rounds import Engine, one_thread
+from upfl.errors import ConfigError
+from upfl.methods import make_personalizer
+from upfl.personalize.base import Personalizer, Unlabelled
+from upfl.personalize.oracle import Oracle, fitting_oracles
+from upfl.randomness import generator, seed_of
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Newcomers:
+    """Draws of newcomers with so many classes and samples from all that new clients hold."""
+
+    classes: int
+    samples: int
+    draws: int = 50
+
+
+@dataclass
+class Score:
+    """A personalizer or an oracle on a set of clients."""
+
+    name: str
+    title: str
+    bound: bool = False
+    right: list[NDArray[np.bool_]] = field(default_factory=list)  # of each new client's samples
+    asked: list[NDArray[np.int64]] = field(default_factory=list)  # which samples these are
+    later: list[tuple[int, int]] = field(default_factory=list)  # right, samples: personalized on one half, other scored
+    estimates: list[tuple[float, float, float, float]] = field(default_factory=list)  # value, low, high, truth
+    validation: float | None = None
+
+    @property
+    def accuracy(self) -> float:
+        return 100 * float(np.concatenate(self.right).mean())
+
+
+class Scorer:
+    """A run's last state, with what the given personalizers and oracles need."""
+
+    def __init__(
+        self, folder: RunFolder, names: Sequence[str], oracles: bool = False, tell: Tell = lambda what: None
+    ) -> None:
+        self.engine = Engine.standing(folder)
+        self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.inputs
+        self.personalizers = {
+            name: make_personalizer(name, self.engine.training, self.config.personalizer_hyper(name)) for name in names
+        }
+        self.oracles: list[Oracle] = fitting_oracles(self.engine.training) if oracles else []
+        with one_thread(), torch.no_grad():
+            self.given, self.facts = fit_needs(
+                [*self.personalizers.values(), *self.oracles],
+                self.engine.published(),
+                self.federation,
+                self.inputs,
+                self.config.seed,
+                Group(),
+                tell=tell,
+            )
+
+    def score(self, inductive: bool = False, tell: Tell = lambda what: None) -> list[Score]:
+        """On the federation's own new clients, and on training clients' validation data."""
+        clients = [
+            (newcomer(self.federation, self.inputs, self.config.seed, i), self.inputs.y(self.federation.new.all(i)))
+            for i in range(len(self.federation.new))
+        ]
+        scores = []
+        with one_thread(), torch.no_grad():
+            for name, personalizer in self.personalizers.items():
+                tell(f"scoring {name}")
+                score = self._personalizer(personalizer, clients, inductive)
+                score.validation = self._validation(personalizer)
+                scores.append(score)
+            for oracle in self.oracles:
+                tell(f"scoring {oracle.name}")
+                scores.append(self._oracle(oracle, clients))
+        return scores
+
+    def score_newcomers(self, kind: Newcomers) -> list[Score]:
+        """On drawn newcomers; the same draws for every personalizer."""
+        with one_thread(), torch.no_grad():
+            clients = list(self._drawn(kind))
+            return [self._personalizer(one, clients, inductive=True) for one in self.personalizers.values()]
+
+    def _personalizer(
+        self, personalizer: Personalizer[Any], clients: Sequence[tuple[Unlabelled, Tensor]], inductive: bool
+    ) -> Score:
+        score = Score(personalizer.name, personalizer.title)
+        for client, y in clients:
+            personalized = personalizer.personalize(self.given.published, client)
+            right = (personalized.logits.argmax(1) == y).cpu().numpy()
+            score.right.append(right)
+            score.asked.append(np.arange(len(y)))
+            if personalized.diary.accuracy:
+                after = personalized.diary.accuracy[-1]
+                score.estimates.append((after.value, after.low, after.high, float(right.mean())))
+            if inductive and len(y) > 1:
+                score.later.append(self._later(personalizer, client, y))
+        return score
+
+    def _later(self, personalizer: Personalizer[Any], client: Unlabelled, y: Tensor) -> tuple[int, int]:
+        order = torch.randperm(len(y), generator=generator(self.config.seed, "halves", client.id))
+        first, second = order[: (len(y) + 1) // 2], order[(len(y) + 1) // 2 :]
+        half = replace(client, x=client.x[first])
+        predicted = personalizer.personalize(self.given.published, half).predict(client.x[second])
+        return int((predicted == y[second]).sum()), len(second)
+
+    def _validation(self, personalizer: Personalizer[Any]) -> float:
+        right, total = 0, 0
+        for i in range(len(self.federation.training)):
+            indices = self.federation.training.validation(i)
+            if len(indices):
+                client = validation_client(self.federation, self.inputs, self.config.seed, i)
+                memory = self.engine.memory(i) if self.engine.training.starts_from_memory else None
+                personalized = personalizer.personalize(self.given.without(i), client, memory)
+                right += int((personalized.logits.argmax(1) == self.inputs.y(indices)).sum())
+                total += len(indices)
+        return 100 * right / max(total, 1)
+
+    def _oracle(self, oracle: Oracle, clients: Sequence[tuple[Unlabelled, Tensor]]) -> Score:
+        score = Score(oracle.name, oracle.title, bound=True)
+        for client, y in clients:
+            predicted, asked = oracle.predict(self.given.published, client, y.cpu())
+            score.right.append((predicted == y.cpu()[asked]).numpy())
+            score.asked.append(asked.numpy())
+        return score
+
+    def _drawn(self, kind: Newcomers) -> Iterator[tuple[Unlabelled, Tensor]]:
+        pool = self.federation.new.indices
+        labels = self.federation.source.labels[pool]
+        present = np.unique(labels)
+        if not 1 <= kind.classes <= len(present):
+            raise ConfigError(f"--classes {kind.classes}: new clients hold {len(present)} classes")
+        rng = np.random.default_rng(seed_of(self.config.seed, "newcomers", kind.classes, kind.samples))
+        for i in range(kind.draws):
+            held = np.flatnonzero(np.isin(labels, rng.choice(present, kind.classes, replace=False)))
+            indices = pool[rng.choice(held, min(kind.samples, len(held)), replace=False)]
+            x = self.inputs.x(indices, float(rng.choice(self.federation.new.angles)))
+            like = newcomer(self.federation, self.inputs, self.config.seed, i % len(self.federation.new))
+            yield replace(like, id=i, x=x), self.inputs.y(indices)
+
+
+def harm(score: Score, reference: Score) -> list[dict[str, float]]:
+    """For each client, how many samples one gets right that the other gets wrong, and McNemar's exact p."""
+    result = []
+    for ours, theirs in zip(score.right, reference.right, strict=True):
+        lost, won = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
+        result.append({"lost": lost, "won": won, "size": len(ours), "p": mcnemar(lost, won)})
+    return result
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """The two-sided exact p of McNemar's test: a fair coin's for so uneven a split."""
+    return float(binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0

@@ -1,0 +1,176 @@
+"""Run the trainings of an experiment in one folder, so that it can be stopped at any time and started again.
+
+    FOLDER/experiment.toml        what the experiment is
+    FOLDER/NAME/                  a run folder for each training
+    FOLDER/failures/NAME.txt      why a training failed, until it succeeds
+
+What is finished is not done again, what was begun goes on from its checkpoint, and what fails is reported without
+keeping the others from running.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+
+from upfl import api
+from upfl.config import Config, read_toml
+from upfl.engine.folder import RunFolder, write_file
+from upfl.engine.rounds import Observer
+from upfl.errors import RunError, UpflError
+from upfl.experiments.definitions import Experiment
+from upfl.experiments.diary import FILE as DIARY
+from upfl.experiments.diary import write_diary
+from upfl.experiments.newcomers import newcomers_file, score_newcomers
+from upfl.experiments.plan import Job
+
+Watch = Callable[[Job], AbstractContextManager[Observer]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    job: Job
+    state: Literal["done", "was done", "failed"]
+    seconds: float = 0.0
+    error: str = ""
+
+
+def prepare(experiment: Experiment, jobs: Sequence[Job], folder: Path) -> None:
+    """Describe the experiment in its folder; what lies there already must belong to it."""
+    description = folder / "experiment.toml"
+    runs: dict[str, list[str]] = {}
+    if description.exists():
+        found = read_toml(description)
+        if found.get("name") != experiment.name:
+            raise RunError(f"{folder}: holds the experiment {found.get('name')!r}; choose another --out")
+        runs = dict(found.get("runs", {}))
+    for job in jobs:
+        if (folder / job.name / "config.toml").exists():
+            _check_same(RunFolder.open(folder / job.name).config(), job.config, folder / job.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "name": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "runs": runs | {job.name: job.rows for job in jobs},
+    }
+    write_file(description, tomli_w.dumps(content).encode())
+
+
+def run(jobs: Sequence[Job], folder: Path, workers: int | None, watch: Watch) -> Iterator[Outcome]:
+    """Run what is not done yet, one training after the other; yields what became of each."""
+    for job in jobs:
+        failure = folder / "failures" / f"{job.name}.txt"
+        started = time.perf_counter()
+        if _complete(job, folder / job.name):
+            failure.unlink(missing_ok=True)
+            yield Outcome(job, "was done")
+            continue
+        try:
+            with watch(job) as observer:
+                _run(job, folder / job.name, workers, observer)
+        except Exception as error:
+            failure.parent.mkdir(exist_ok=True)
+            expected = isinstance(error, UpflError)
+            write_file(failure, (str(error) if expected else traceback.format_exc()).encode())
+            text = str(error) if expected else f"{type(error).__name__}: {error} (the whole of it: {failure})"
+            yield Outcome(job, "failed", time.perf_counter() - started, text)
+        else:
+            failure.unlink(missing_ok=True)
+            yield Outcome(job, "done", time.perf_counter() - started)
+
+
+def _run(job: Job, path: Path, workers: int | None, observer: Observer) -> None:
+    if (path / "config.toml").exists():
+        done = api.resume(path, workers=workers, observer=observer)
+    else:
+        done = api.train(job.config, path, workers=workers, observer=observer)
+    threads = api.worker_count(job.config, done.training, workers)
+    for changes in job.newcomers:
+        observer.stage(f"scoring new clients, {changes}")
+        score_newcomers(done, changes, threads)
+    if job.diary_steps and not (path / DIARY).exists():
+        write_diary(done, job.diary_steps)
+
+
+def _complete(job: Job, path: Path) -> bool:
+    return (
+        RunFolder(path).finished
+        and all(newcomers_file(path, changes).exists() for changes in job.newcomers)
+        and (not job.diary_steps or (path / DIARY).exists())
+    )
+
+
+def _check_same(found: Config, wanted: Config, path: Path) -> None:
+    there, asked = found.model_dump(), wanted.model_dump()
+    if different := [key for key in there if there[key] != asked[key]]:
+        key = different[0]
+        raise RunError(
+            f"{path}: holds a run with other settings ({key} is {there[key]}, and {asked[key]} was asked for); "
+            "choose another --out"
+        )
+
+
+# How long it would take
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that a job would take, from a trial of a few clients."""
+
+    job: Job
+    seconds: float
+
+
+TRIAL_ROUNDS = 2  # the second one counts: the first one warms caches up
+
+
+def estimate(jobs: Sequence[Job], workers: int | None) -> list[Estimate]:
+    """Measure each kind of training once, on a few clients, and scale to all clients, rounds and evaluations."""
+    measured: dict[str, float] = {}
+    for job in jobs:
+        if (cost := _cost(job.config)) not in measured:
+            measured[cost] = _trial(job, workers)
+    return [Estimate(job, measured[_cost(job.config)]) for job in jobs]
+
+
+def _cost(config: Config) -> str:
+    """What decides about the time: everything but seeds, and values that only steer the optimisation."""
+    same = {"dataset", "rounds", "clients_per_round", "evaluate_every", "evaluate_clients", "model", "partition"}
+    work = [config.training[key] for key in ("name", "iterations", "batch_size") if key in config.training]
+    return f"{config.model_dump_json(include=same)} {work} {list(config.personalize)}"
+
+
+def _trial(job: Job, workers: int | None) -> float:
+    config = job.config
+    with tempfile.TemporaryDirectory(prefix="upfl-trial-") as folder:
+        started = time.perf_counter()
+        few = max(2, workers or api.cores())
+        small = config.model_copy(
+            update={
+                "rounds": TRIAL_ROUNDS,
+                "clients_per_round": few,
+                "evaluate_clients": few,
+                "evaluate_every": TRIAL_ROUNDS,
+            }
+        )
+        done = api.train(small, Path(folder) / "trial", workers=workers)
+        around = time.perf_counter() - started - sum(float(line["round_s"]) for line in done.metrics)
+        last = done.metrics[-1]
+        federation = done.federation
+        clients = len(federation.training)
+        held = federation.training.sizes() - federation.training.train_counts, federation.new.sizes()
+        scored = sum(int(sizes[: config.evaluate_clients].sum()) for sizes in held)
+        tried = sum(int(sizes[:few].sum()) for sizes in held)
+        training: float = last["train_s"] * config.participants(clients) / min(few, clients)
+        scoring: float = last["evaluate_s"] * scored / tried
+        evaluations = -(-config.rounds // config.evaluate_every)
+        return around + config.rounds * training + (evaluations + len(job.newcomers)) * scoring

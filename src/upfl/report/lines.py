@@ -1,0 +1,226 @@
+"""Runs put in order: settings (what may be compared), lines (a row in a setting) and their seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upfl.config import ModelConfig, paper, paper_model
+from upfl.data.partition import Partition
+from upfl.methods import ROWS, row_name, row_title
+from upfl.report.collect import Collected, NewRow, Row, RunData
+from upfl.report.paper import Figure, paper_figure
+from upfl.report.statistics import Interval, Scores, bootstrap, mean_over_seeds, paired, spread
+
+Seeds = tuple[int, int]  # partition seed, training seed
+
+
+@dataclass
+class Line:
+    """A row in a setting, over its seeds."""
+
+    row: str
+    label: str
+    hyper: dict[str, Any]
+    runs: dict[Seeds, tuple[RunData, Row]] = field(default_factory=dict)
+
+    def mean(self, value: Callable[[Row], float]) -> float:
+        return float(np.mean([value(row) for _, row in self.runs.values()]))
+
+    def spread(self, value: Callable[[Row], float]) -> float | None:
+        return spread([value(row) for _, row in self.runs.values()])
+
+    def scores(self) -> dict[Seeds, Scores]:
+        return {seeds: scores_of(row) for seeds, (_, row) in self.runs.items()}
+
+    @cached_property
+    def test(self) -> Interval:
+        """New clients' accuracy, with the interval over clients."""
+        by_partition = _by_partition(self.scores())
+        return bootstrap([mean_over_seeds(list(seeds.values())) for seeds in by_partition.values()])
+
+    def against(self, other: Line) -> Interval | None:
+        """The difference to another line on the same clients, over the seeds that both have."""
+        if not (differences := self._paired(other)):
+            return None
+        return bootstrap(differences)
+
+    def client_differences(self, other: Line) -> NDArray[np.float64]:
+        """Each new client's difference in accuracy to another line, percent."""
+        pieces = [100 * correct / samples for correct, samples in self._paired(other)]
+        return np.concatenate([np.empty(0), *pieces])
+
+    def _paired(self, other: Line) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        ours, theirs = _by_partition(self.scores()), _by_partition(other.scores())
+        pairs = []
+        for partition, seeds in ours.items():
+            common = [seed for seed in seeds if seed in theirs.get(partition, {})]
+            if common:
+                pairs.append(paired([seeds[s] for s in common], [theirs[partition][s] for s in common]))
+        return [pair for pair in pairs if len(pair[0])]
+
+    def clients(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Each new client's accuracy before and after, a mean over training seeds, over all partitions."""
+        before, after = [], []
+        for seeds in _by_partition(self.runs).values():
+            rows = [row.new_clients for _, row in seeds.values()]
+            for client in sorted(set.intersection(*(set(row) for row in rows))):
+                before.append(np.mean([row[client].before for row in rows]))
+                after.append(np.mean([row[client].accuracy for row in rows]))
+        return np.array(before), np.array(after)
+
+
+@dataclass
+class Setting:
+    """Runs that differ in method and seeds only: the same data set, partition, model and scale."""
+
+    key: str
+    config: Any
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def dataset(self) -> str:
+        return str(self.config.dataset)
+
+    @property
+    def partition(self) -> Partition:
+        partition: Partition = self.config.partition
+        return partition
+
+    @property
+    def runs(self) -> list[RunData]:
+        return list({run.path: run for line in self.lines for run, _ in line.runs.values()}.values())
+
+    @property
+    def title(self) -> str:
+        return DATASETS.get(self.dataset, self.dataset)
+
+    @property
+    def description(self) -> str:
+        """The setting in words."""
+        config = self.config
+        part = "all clients" if config.clients_per_round is None else f"{config.clients_per_round} clients"
+        words = [describe(self.partition), describe_model(config.model), f"{config.rounds} rounds of {part}"]
+        if config.evaluate_clients:
+            words.append(f"only the first {config.evaluate_clients} clients of each kind are scored")
+        return "; ".join(words)
+
+    @property
+    def is_the_papers(self) -> bool:
+        """Whether the scale is that of the paper's experiments, so that its figures may be compared with."""
+        config = self.config
+        scale = (config.clients_per_round, config.evaluate_clients, config.rounds, config.model)
+        return scale == (None, None, paper()["rounds"][self.dataset], paper_model(self.dataset))
+
+    def figure(self, row: str) -> Figure | None:
+        return paper_figure(self.dataset, self.partition, row)
+
+    def reference(self, name: str) -> Line | None:
+        return next((line for line in self.lines if line.row == name), None)
+
+
+DATASETS = {
+    "digits": "Digits",
+    "mnist": "MNIST",
+    "fashion_mnist": "Fashion-MNIST",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "femnist": "FEMNIST",
+}
+
+
+def arrange(collected: Collected) -> list[Setting]:
+    """Settings with their lines, in the table's order; a run that repeats another one is named and left out."""
+    settings: dict[str, Setting] = {}
+    lines: dict[tuple[str, str, str], Line] = {}
+    for run in collected.runs:
+        config = run.config
+        same = {"dataset", "partition", "model", "rounds", "clients_per_round", "evaluate_clients"}
+        key = config.model_dump_json(include=same)
+        setting = settings.setdefault(key, Setting(key, config))
+        for row in run.result.rows:
+            hyper = _hyper(run, row.row)
+            identity = (key, row.row, repr(hyper))
+            if identity not in lines:
+                lines[identity] = Line(row.row, row_title(row.row), hyper)
+                setting.lines.append(lines[identity])
+            line = lines[identity]
+            seeds = (config.partition_seed, config.seed)
+            if seeds in line.runs:
+                first = line.runs[seeds][0].path
+                reason = f"its row {row.row} repeats {first} (the same setting and seeds)"
+                collected.left_out.append((str(run.path), reason))
+            else:
+                line.runs[seeds] = (run, row)
+    order = {method.row: place for place, method in enumerate(ROWS)}
+    for setting in settings.values():
+        setting.lines.sort(key=lambda line: (order.get(line.row, len(order)), line.row, repr(line.hyper)))
+        _label(setting.lines)
+    return [setting for setting in settings.values() if setting.lines]
+
+
+def scores_of(row: NewRow) -> Scores:
+    """Correct predictions and samples of each new client."""
+    return {id: (client.accuracy * client.size / 100, client.size) for id, client in row.new_clients.items()}
+
+
+def _hyper(run: RunData, row: str) -> dict[str, Any]:
+    """All hyper-parameters behind a row."""
+    config = run.config
+    values = {key: value for key, value in config.training.items() if key != "name"}
+    for name, table in config.personalize.items():
+        if row_name(config.training_name, name) == row:
+            values |= {f"{name}.{key}": value for key, value in table.items()}
+    return values
+
+
+def _label(lines: Sequence[Line]) -> None:
+    """Where a row comes with several hyper-parameters, those that differ stand behind its name."""
+    for line in lines:
+        others = [other for other in lines if other.row == line.row]
+        different = [key for key in line.hyper if any(other.hyper.get(key) != line.hyper[key] for other in others)]
+        if different:
+            values = ", ".join(f"{key.rpartition('.')[2].rstrip('_')} {line.hyper[key]}" for key in different)
+            line.label = f"{row_title(line.row)} ({values})"
+
+
+def _by_partition(values: dict[Seeds, Any]) -> dict[int, dict[int, Any]]:
+    result: dict[int, dict[int, Any]] = {}
+    for (partition, seed), value in sorted(values.items()):
+        result.setdefault(partition, {})[seed] = value
+    return result
+
+
+def describe_model(model: ModelConfig) -> str:
+    width = f", {model.width:g} times the channels" if model.name == "convnet" and model.width != 1 else ""
+    return f"{'MLP' if model.name == 'mlp' else 'ConvNet'} with {model.hidden} hidden units{width}"
+
+
+def describe(partition: Partition) -> str:
+    """A partition in words."""
+    kinds = {
+        "pathological": f"at most {partition.labels_per_client} classes a client",
+        "superclass": "a superclass's classes a client",
+        "writer": "a writer a client",
+        "dirichlet": f"class proportions Dirichlet({partition.alpha_training:g}) in training, "
+        f"({partition.alpha_new:g}) among new clients",
+        "iid": "all classes alike",
+    }
+    words = [kinds[partition.kind], f"{partition.clients} clients"]
+    if partition.rotations_training or partition.rotations_new:
+        turned = [
+            ", ".join(f"{a:g}" for a in angles) for angles in (partition.rotations_training, partition.rotations_new)
+        ]
+        words.append(f"turned by {turned[0] or 0} degrees in training, {turned[1] or 0} among new clients")
+    if partition.samples:
+        words.append(f"{partition.samples} samples")
+    if partition.new_fraction < 1:
+        words.append(f"new clients keep {partition.new_fraction:.0%} of their data")
+    if partition.public:
+        words.append(f"{partition.public:.0%} of the data public")
+    return ", ".join(words)

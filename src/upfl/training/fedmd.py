@@ -1,0 +1,188 @@
+"""Clients with different models: Li, Wang, FedMD: Heterogenous Federated Learning via Model Distillation, 2019.
+
+Everyone has a public set P of unlabelled samples. Clients keep their own models and exchange what these say about P:
+
+    digest       train on P towards the teacher, the mean of what clients said about P       from the second round on
+    revisit      train on the client's own labelled data
+    communicate  adapt to P as a newcomer adapts to its data; send the logits on P
+    server:      the mean of the logits, the next round's teacher
+    newcomer:    fresh models of its own architecture digest the teacher; they adapt to the newcomer's data
+
+This is the loop that HeteroFedTTA and heterogeneous TENT share. What is published is the teacher and P: nothing of a
+training client's weights.
+
+Settled (authors' code): the digest is one epoch in batches of 100, a newcomer's two; the first round has nothing to
+digest; rates decay by round in the digest, too. Here the batches of P are shuffled. The paper's Eq. 10 puts the student
+first in the divergence, the authors' code takes the teacher as the target, KL(teacher || student): the default, `kl`
+chooses.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from upfl.errors import ConfigError
+from upfl.personalize.base import Personalizer
+from upfl.state import State, contiguous, prefixed, select
+from upfl.training.base import (
+    Architecture,
+    Batch,
+    Client,
+    LocalHyper,
+    LocalTraining,
+    Phase,
+    Published,
+    Task,
+    Total,
+    Training,
+    Unlabelled,
+)
+from upfl.training.local import divergence
+
+
+class FedMDHyper(LocalHyper):
+    digest_epochs: int = Field(1, ge=1, description="passes over the public set before local training")
+    digest_batch: int = Field(100, ge=1)
+    newcomer_epochs: int = Field(2, ge=1, description="passes over the public set that make a newcomer's models")
+    kl: Literal["teacher-first", "student-first"] = Field(
+        "teacher-first", description="KL(teacher || student), or back"
+    )
+
+
+@dataclass(frozen=True)
+class Student:
+    """A client's training, by one architecture: `revisit` learns from labels, `digest` from the teacher's logits."""
+
+    revisit: LocalTraining[Any]
+    digest: LocalTraining[Any]
+
+
+D = TypeVar("D", bound=FedMDHyper)
+
+
+class FedMD(Training[D]):
+    """The loop. Subclasses say what a student is, which logits it sends, and how it adapts to the public set."""
+
+    remembers = True
+    starts_from_memory = True
+    heterogeneous = True
+    knowledge: ClassVar[tuple[str, ...]]  # of "base" and "personalized": logits before and after adaptation
+    Adapt: ClassVar[type[Personalizer[Any]]]
+
+    def __init__(self, task: Task, hyper: D) -> None:
+        super().__init__(task, hyper)
+        if task.public is None or not len(task.public):
+            raise ConfigError(f"{self.name} needs a public set: set partition.public, for example to 0.1")
+        self.public = task.public
+        architectures = task.architectures or {"": Architecture(task.model)}
+        self.students = {name: self.student(architecture) for name, architecture in architectures.items()}
+        self.adapt = self.Adapt(self, self.Adapt.Hyper())
+
+    @abstractmethod
+    def student(self, architecture: Architecture) -> Student: ...
+
+    def init(self, generator: torch.Generator) -> State:
+        return {kind: torch.zeros(len(self.public), self.task.classes) for kind in self.knowledge}
+
+    def memory(self, client: Client) -> State:
+        return self._student(client.architecture).revisit.init(client.generator("models"))
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        hyper = self.hyper
+        batches = hyper.digest_epochs * -(-len(self.public) // hyper.digest_batch)
+        digest = Phase(self.digest, batches, hyper.digest_batch, "public")
+        revisit = Phase(self.revisit, hyper.iterations, hyper.batch_size)
+        return (digest, revisit) if round else (revisit,)
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        own = {name: value.to(self.public.device) for name, value in memory.items()}
+        return self._student(client.architecture).revisit.carry(own) | prefixed("teacher", server)
+
+    def digest(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        return self._student_of(select(carry, "psi")).digest.step(carry, batch, round)
+
+    def revisit(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        return self._student_of(select(carry, "psi")).revisit.step(carry, batch, round)
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        memory = contiguous({name: value for name, value in carry.items() if name.startswith(("psi.", "phi."))})
+        on_public = Unlabelled(client.id, self.public, architecture=client.architecture)
+        adapted = self.adapt.personalize(Published({}, client.round), on_public, memory)
+        said = {"base": adapted.before, "personalized": adapted.logits}
+        # A power of two keeps weighted values within the range of the sum and cancels in the mean.
+        weight = client.count / 1024 if self.hyper.aggregation == "samples" else 1.0
+        up = {kind: said[kind] * weight for kind in self.knowledge}
+        return contiguous(up) | {"weight": torch.tensor(weight)}, memory
+
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        return {kind: total.mean(kind).to(value) for kind, value in server.items()}
+
+    def bytes_down(self, server: State, round: int) -> int:
+        return super().bytes_down(server, round) if round else 0  # before the first round there is no teacher
+
+    def publish(self, server: State) -> State:
+        return server | {"public": self.public}
+
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        models = self.models(published, client, memory)
+        return self._student(client.architecture).revisit.start(Published(models, published.round), client, None)
+
+    def models(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        """A client's models before it personalizes: a training client's own, or what a newcomer digests."""
+        student, device = self._student(client.architecture), client.x.device
+        if memory is not None:
+            return {name: value.to(device) for name, value in memory.items()}
+        fresh = student.revisit.init(client.generator("models"))
+        taught = {name: value.to(device) for name, value in published.state.items()}
+        public = taught.pop("public")
+        carry = student.digest.carry({name: value.to(device) for name, value in fresh.items()})
+        carry |= prefixed("teacher", taught)
+        order = client.generator("digest")
+        with torch.no_grad():
+            for _ in range(self.hyper.newcomer_epochs):
+                shuffled = torch.randperm(len(public), generator=order).to(device)
+                for start in range(0, len(public), self.hyper.digest_batch):
+                    index = shuffled[start : start + self.hyper.digest_batch]
+                    x = public[index].contiguous(memory_format=torch.channels_last)
+                    batch = Batch(x, torch.zeros_like(index), index=index)
+                    carry, _ = student.digest.step(carry, batch, published.round)
+        return {name: carry[name] for name in fresh}
+
+    def logits(self, params: State, x: Tensor) -> Tensor:
+        return self._student_of(params).revisit.logits(params, x)
+
+    def features(self, params: State, x: Tensor) -> Tensor:
+        return self._student_of(params).revisit.features(params, x)
+
+    @property
+    def size(self) -> int:
+        """The teacher and the public set, which every worker holds, and the largest model."""
+        teacher = len(self.knowledge) * len(self.public) * self.task.classes
+        return teacher + self.public.numel() + max(student.revisit.size for student in self.students.values())
+
+    def local_rate(self, round: int) -> float:
+        return next(iter(self.students.values())).revisit.local_rate(round)
+
+    def _student(self, architecture: str) -> Student:
+        if architecture not in self.students:
+            raise ConfigError(
+                f"a client's architecture is {architecture!r}, and this federation knows {', '.join(self.students)}"
+            )
+        return self.students[architecture]
+
+    def _student_of(self, psi: State) -> Student:
+        """Parameters tell their architecture by their shapes; where two agree in all, they are the same model."""
+        shapes = {name: tuple(value.shape) for name, value in psi.items()}
+        return next(student for student in self.students.values() if student.revisit.model.shapes == shapes)
+
+
+def distillation(logits: Tensor, teacher: Tensor, batch: Batch, hyper: FedMDHyper) -> tuple[Tensor, Tensor]:
+    """The mean divergence of a student's logits from the teacher's on a batch of the public set, and its gradient."""
+    assert batch.index is not None
+    return divergence(logits, teacher[batch.index], batch.weight(), own_first=hyper.kl == "student-first")
