@@ -54,6 +54,7 @@ from upfl.randomness import seed_of
 from upfl.state import State, norm
 
 CLIENTS = 8
+ROUND_BY_ROUND = ["fedavg", "fedtta", "scaffold", "fedgma", "hetero-fedtta", "afl", "odpfl-hn", "counting"]
 load = functools.cache(data.load)
 
 
@@ -112,7 +113,7 @@ class Watch:
 # The same bits
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedtta", "scaffold", "fedgma", "afl", "odpfl-hn", "counting"])
+@pytest.mark.parametrize("method", ROUND_BY_ROUND)
 def test_the_app_gives_the_engines_bits_round_by_round(method: str, tmp_path: Path) -> None:
     config = small(method)
     watches = Watch(), Watch()
@@ -415,6 +416,15 @@ def test_a_folder_with_another_run_is_not_resumed(tmp_path: Path) -> None:
     federated(small("fedavg", rounds=1), tmp_path / "run", InProcessGrid(nodes()))
     with pytest.raises(ConfigError, match="holds another run"):
         federated(small("fedprox", rounds=1), tmp_path / "run", InProcessGrid(nodes()))
+
+
+def test_a_training_that_needs_a_public_set_is_refused_for_data_of_ones_own(tmp_path: Path) -> None:
+    task, files = own_data(tmp_path, [30, 30])
+    grid = InProcessGrid({1: {"client": 0, "data": str(files[0])}})
+    with pytest.raises(ConfigError, match="needs a public set"):
+        federated(small("hetero-fedtta"), tmp_path / "run", grid, task=task)
+    with pytest.raises(StoppedError, match="node 1: hetero-fedtta needs a public set"):
+        federated(small("hetero-fedtta"), tmp_path / "run", grid)
 
 
 def test_a_training_that_publishes_memory_is_refused(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ class Deployment:
         own = ["--auth-supernode-private-key", str(keys / f"{name}.key"), "--port", str(free_port())]
         self.start(name, "flower-supernode", *there, *own, "--node-config", config)
 
-    def flwr(self, *arguments: str) -> dict[str, Any]:
-        """A command of `flwr`, with its answer."""
+    def command(self, *arguments: str) -> str:
+        """What a command of `flwr` says."""
         done = subprocess.run(
-            [str(BIN / "flwr"), *arguments, "--format", "json"],
+            [str(BIN / "flwr"), *arguments],
             env=self.environment(self.keys),
             cwd=self.folder,
             capture_output=True,
@@ -89,7 +89,10 @@ class Deployment:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        answer = json.loads(done.stdout)
+        return done.stdout
+
+    def flwr(self, *arguments: str) -> dict[str, Any]:
+        answer = json.loads(self.command(*arguments, "--format", "json"))
         assert isinstance(answer, dict)
         return answer
 
@@ -226,13 +229,15 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     # A newcomer that was not there joins, and its accuracy rises; the server hears of nothing but a count.
     deployment.node(4, f'data="{tmp_path / "mine.npy"}" out="{tmp_path / "me"}"')
     deployment.wait(lambda: link.read_text().count("Activated node_id") == 4, "the newcomer connects")
-    deployment.finish(deployment.run(f'{RUN} mode="personalize" bundle="{out / "bundle"}" min-nodes=1'))
+    run = deployment.run(f'{RUN} mode="personalize" bundle="{out / "bundle"}" min-nodes=1')
+    deployment.finish(run)
     labels = np.array(source.class_names)[source.labels[mine]]
     before = Bundle.load(out / "bundle").personalize(source.images[mine]).personalized
     assert before is not None
     accuracy_before = float((before.before.argmax(1).numpy() == source.labels[mine]).mean())
     accuracy = float((PersonalModel.load(tmp_path / "me").predict(source.images[mine]) == labels).mean())
     assert accuracy > accuracy_before + 0.02
-    told = [line for line in link.read_text().splitlines() if '"samples"' in line]
-    assert told
-    assert all(json.loads(line[line.index("{") : line.index("}") + 1]).keys() == {"node", "samples"} for line in told)
+    told = [line for line in deployment.command("log", run, "upfl", "--show").splitlines() if '"samples"' in line]
+    (newcomer,) = [json.loads(line[line.index("{") : line.index("}") + 1]) for line in told]
+    assert newcomer.keys() == {"node", "samples"}
+    assert newcomer["samples"] == len(mine)

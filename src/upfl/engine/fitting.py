@@ -41,7 +41,7 @@ def fit_needs(
 
 def fit_by(
     runner: Callable[[str, Fit], tuple[State, int]],
-    personalizers: list[Personalizer[Any]],
+    personalizers: Sequence[Needy],
     published: Published,
     tell: Callable[[str], None],
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:

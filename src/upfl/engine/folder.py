@@ -113,7 +113,7 @@ class RunFolder:
     # What a federation of Flower's nodes needs beside the configuration
 
     def save_terms(self, terms: str) -> None:
-        _write(self.path / "terms.json", terms.encode())
+        write_file(self.path / "terms.json", terms.encode())
 
     def terms(self) -> str:
         path = self.path / "terms.json"

@@ -53,6 +53,7 @@ from upfl.flower.terms import (
     Table,
     Terms,
     named_federation,
+    require_no_public_set,
     unseen_federation,
     without_training_clients,
 )
@@ -129,13 +130,16 @@ def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> R
     config = describe(settings)
     if settings.task:
         task = FederationTask.read(settings.task)
+        require_no_public_set(config)
         config, federation = config.model_copy(update={"dataset": task.name}), unseen_federation(task)
     else:
         federation = named_federation(config)
         task = FederationTask.of(federation.source, len(federation.training))
     run = FederatedRun(_folder(settings.out, config, task), grid, settings, federation)
     run.run(observer or _Log())
-    if not (settings.out / BUNDLE).exists():
+    if run.training.heterogeneous:
+        log(WARNING, "there is no bundle: bundles do not carry trainings of several architectures")
+    elif not (settings.out / BUNDLE).exists():
         run.write_bundle(settings.out / BUNDLE)
     return run.folder
 
@@ -220,7 +224,8 @@ class FederatedRun(Engine):
         self.strange = {node: why for node, why in self.strange.items() if node in present}
         strangers = sorted(present - self.nodes.keys() - self.strange.keys())
         messages = [self._message(node, "query.introduce", {}) for node in strangers]
-        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+        # Sorted: which of two nodes with one number trains must not depend on who answers first.
+        for node, reply in sorted(exchange(self.grid, messages, self.settings.timeout), key=lambda answer: answer[0]):
             client = None if problem_in(reply) else facts_of(reply).get("client")
             if not isinstance(client, int) or not 0 <= client < self.clients:
                 self.strange[node] = problem_in(reply) or "a newcomer: it has no client number"

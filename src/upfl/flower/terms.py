@@ -25,6 +25,7 @@ from upfl.data.partition import Indices
 from upfl.data.sources import Source
 from upfl.errors import ConfigError
 from upfl.manifest import TaskSection
+from upfl.methods import training_class
 from upfl.randomness import seed_of
 
 
@@ -96,6 +97,7 @@ def node_federation(terms: Terms, node: Node) -> Federation:
                 f"node-config: the run's task is not {terms.config.dataset} as this node has it; give data"
             )
         return federation
+    require_no_public_set(terms.config)
     own = load_labelled(node.data, task.input.image, task.classes, task.input.scale)
     assert own.labels is not None
     count, partition = len(own), terms.config.partition
@@ -121,6 +123,12 @@ def unseen_federation(task: FederationTask) -> Federation:
     clients = Clients(twice, 2 * np.arange(task.clients + 1), ones, np.zeros(task.clients))
     blank = task.source(np.zeros((1, *task.input.shape), np.uint8), np.zeros(1, np.int64), task.input.scale)
     return Federation(blank, clients, nobody(), np.empty(0, np.int64), ())
+
+
+def require_no_public_set(config: Config) -> None:
+    """Own data come without the public set that clients of different architectures share."""
+    if training_class(config.training_name).heterogeneous:
+        raise ConfigError(f"{config.training_name} needs a public set, which parts of a named data set alone have")
 
 
 def nobody() -> Clients:
