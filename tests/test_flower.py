@@ -280,7 +280,7 @@ SPOILS = {
     "expected torch.float32 [16]": spoiled(lambda state: state | {"psi.fc1.bias": torch.zeros(17)}),
     "names differ": spoiled(lambda state: {name: value for name, value in state.items() if name != "weight"}),
     "is torch.float64": spoiled(lambda state: state | {"psi.fc1.bias": state["psi.fc1.bias"].double()}),
-    "above 1000": spoiled(lambda state: state | {"psi.fc1.bias": torch.full((16,), 1e3)}),
+    "above 100": spoiled(lambda state: state | {"psi.fc1.bias": torch.full((16,), 1e5)}),
     "did not reply": lambda reply: None,
     "no arrays": lambda reply: make_message(reply.metadata, RecordDict({FACTS: ConfigRecord({})})),
     # A header that announces a terabyte must not have it allocated.
@@ -416,6 +416,8 @@ def test_a_folder_with_another_run_is_not_resumed(tmp_path: Path) -> None:
     federated(small("fedavg", rounds=1), tmp_path / "run", InProcessGrid(nodes()))
     with pytest.raises(ConfigError, match="holds another run"):
         federated(small("fedprox", rounds=1), tmp_path / "run", InProcessGrid(nodes()))
+    with pytest.raises(ConfigError, match="holds another run"):  # the budget would count rounds without noise
+        federated(small("fedavg", rounds=1), tmp_path / "run", InProcessGrid(nodes()), clip=1.0, noise=1.0)
 
 
 def test_a_training_that_needs_a_public_set_is_refused_for_data_of_ones_own(tmp_path: Path) -> None:
@@ -609,6 +611,7 @@ def test_privacy_is_refused_where_it_would_not_hold(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         federated(small(method, **options), tmp_path / "run", InProcessGrid(nodes()), clip=1.0, noise=1.0)
+    assert not (tmp_path / "run").exists(), "what cannot start leaves no folder behind"
 
 
 # Messages, settings, keys

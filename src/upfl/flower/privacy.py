@@ -52,7 +52,7 @@ class Privacy(Hyper):
         """Refuse what would break the promise: a weight that tells something, an update that was not clipped."""
         if float(up["weight"]) != 1:
             raise BadClientError("its weight is not 1, as privacy needs it")
-        if not update_norm(up) <= self.clip:
+        if not float(norm(floating(up))) <= self.clip:
             raise BadClientError(f"the norm of its update is above the clipping norm {self.clip:g}")
 
     def disturb(self, total: FixedPointSum) -> None:
@@ -71,10 +71,9 @@ def require_private(like: Mapping[str, Tensor], server: State, training: str) ->
         )
 
 
-def update_norm(up: Mapping[str, Tensor]) -> float:
-    return float(
-        norm([value.double() for name, value in up.items() if name not in APART and value.is_floating_point()])
-    )
+def floating(up: Mapping[str, Tensor]) -> list[Tensor]:
+    """The values of an update, without what goes up beside it."""
+    return [value.double() for name, value in up.items() if name not in APART and value.is_floating_point()]
 
 
 def clipping(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -84,7 +83,7 @@ def clipping(message: Message, context: Context, call_next: ClientAppCallable) -
     if limit is None or not reply.has_content() or ARRAYS not in reply.content.array_records:
         return reply
     up = from_record(reply.content.array_records[ARRAYS])
-    scale = min(1.0, float(limit) * BELOW / max(update_norm(up), 1e-30))  # type: ignore[arg-type]
+    scale = min(1.0, float(limit) * BELOW / max(float(norm(floating(up))), 1e-30))  # type: ignore[arg-type]
     clipped = {name: value if name in APART else (value.double() * scale).to(value) for name, value in up.items()}
     reply.content[ARRAYS] = to_record(clipped | {LOSS: torch.zeros_like(up[LOSS])})
     return reply

@@ -8,6 +8,7 @@ round and named in the metrics; a round needs `min-nodes` good replies, and is t
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import time
@@ -27,13 +28,15 @@ from upfl import bundle
 from upfl.bundle import Bundle
 from upfl.config import Config, configure
 from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, evaluate
 from upfl.engine.fitting import fit_by
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.local import upload_like
-from upfl.engine.rounds import Engine, Observer
+from upfl.engine.rounds import Engine, Observer, assemble
 from upfl.errors import BadClientError, ConfigError, StoppedError
 from upfl.flower.messages import (
     ARRAYS,
@@ -47,7 +50,7 @@ from upfl.flower.messages import (
     problem_in,
     to_record,
 )
-from upfl.flower.privacy import CLIP, Privacy, require_private, update_norm
+from upfl.flower.privacy import CLIP, Privacy, floating, require_private
 from upfl.flower.terms import (
     FederationTask,
     Table,
@@ -61,7 +64,7 @@ from upfl.manifest import SUMS
 from upfl.methods import load_plugins, row_name
 from upfl.personalize.fitting import CrossFitted, Fit, needs_of
 from upfl.randomness import generator
-from upfl.state import State, prefixed
+from upfl.state import State, norm, prefixed
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
 BUNDLE = "bundle"  # in the run folder: what newcomers receive
@@ -85,7 +88,7 @@ class Settings(Table):
     min_nodes: int = Field(2, ge=1, description="fewest training nodes to begin with, and good replies to a round")
     wait: float = Field(600, gt=0, description="seconds to wait for so many nodes")
     timeout: float = Field(600, gt=0, description="seconds for a node's reply")
-    largest_norm: float = Field(1000, gt=0, description="a node that sends an update of a larger norm is left out")
+    largest_rms: float = Field(100, gt=0, description="a node whose values have a larger root mean square is left out")
     clip: float = Field(0, ge=0, description="differential privacy: largest norm of an update; 0 for none")
     noise: float = Field(0, ge=0, description="differential privacy: noise on the sum, in units of clip")
     delta: float = Field(1e-5, gt=0, lt=1)
@@ -135,7 +138,8 @@ def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> R
     else:
         federation = named_federation(config)
         task = FederationTask.of(federation.source, len(federation.training))
-    run = FederatedRun(_folder(settings.out, config, task), grid, settings, federation)
+    require_fit(config, federation, settings.privacy)
+    run = FederatedRun(_folder(settings, config, task), grid, settings, federation)
     run.run(observer or _Log())
     if run.training.heterogeneous:
         log(WARNING, "there is no bundle: bundles do not carry trainings of several architectures")
@@ -144,15 +148,42 @@ def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> R
     return run.folder
 
 
-def _folder(path: Path, config: Config, task: FederationTask) -> RunFolder:
+def require_fit(config: Config, federation: Federation, private: Privacy | None) -> None:
+    """Refuse what cannot run over nodes, or not with the privacy that was asked for."""
+    _, _, training, personalizers = assemble(config, torch.device("cpu"), federation)
+    if training.publishes_memory:
+        raise ConfigError(
+            f"{training.name} cannot run on Flower: newcomers would receive training clients' own layers, "
+            "which stay on the nodes; the server sees sums alone"
+        )
+    if not private:
+        return
+    if config.checkpoint_every != 1:
+        raise ConfigError("clip and noise need checkpoint_every=1: a round that ran twice would be released twice")
+    if needs := needs_of(list(personalizers.values())):
+        raise ConfigError(
+            f"clip and noise do not cover what is fitted on nodes' labels ({', '.join(needs)}): "
+            "score personalizers that need no fit"
+        )
+    server, client = (
+        training.init(generator(config.seed, "init")),
+        LocalClient(federation, Inputs(federation.source), 0, 0, 0),
+    )
+    require_private(upload_like(training, server, client), server, training.name)
+
+
+def _folder(settings: Settings, config: Config, task: FederationTask) -> RunFolder:
     """A new run folder, or the one that is there if it holds this run."""
+    path, private = settings.out, settings.privacy
+    assert path is not None
     if not (path / "config.toml").exists():
         folder = RunFolder.create(path, config)
-        terms = Terms(run=secrets.token_hex(16), config=config, task=task)
+        terms = Terms(run=secrets.token_hex(16), config=config, task=task, privacy=private)
         folder.save_terms(terms.model_dump_json(indent=1))
         return folder
     folder = RunFolder.open(path)
-    if folder.config().to_toml() != config.to_toml():
+    terms = Terms.model_validate_json(folder.terms())
+    if (terms.config.to_toml(), terms.task, terms.privacy) != (config.to_toml(), task, private):
         raise ConfigError(f"{path}: holds another run than the one described; choose another out")
     return folder
 
@@ -162,15 +193,9 @@ class FederatedRun(Engine):
 
     def __init__(self, folder: RunFolder, grid: Grid, settings: Settings, federation: Federation) -> None:
         super().__init__(folder, Group(), federation=federation)
-        self.grid, self.settings, self.privacy = grid, settings, settings.privacy
+        self.grid, self.settings = grid, settings
         self.terms = Terms.model_validate_json(folder.terms())
-        if self.training.publishes_memory:
-            raise ConfigError(
-                f"{self.training.name} cannot run on Flower: newcomers would receive training clients' own layers, "
-                "which stay on the nodes; the server sees sums alone"
-            )
-        if self.privacy:
-            self._check_private()
+        self.privacy = self.terms.privacy
         self.nodes: dict[int, int] = {}  # each connected training node's client
         self.seen: set[int] = set()  # clients that were connected once
         self.strange: dict[int, str] = {}  # connected nodes that do not train, and why
@@ -179,18 +204,6 @@ class FederatedRun(Engine):
     def _start(self) -> None:
         super()._start()
         self._saved_memory = self.progress.memory_rounds.clone()
-        if self.privacy:
-            server = self.progress.server
-            require_private(upload_like(self.training, server, self._client(0, 0)), server, self.training.name)
-
-    def _check_private(self) -> None:
-        if self.config.checkpoint_every != 1:
-            raise ConfigError("clip and noise need checkpoint_every=1: a round that ran twice would be released twice")
-        if needs := needs_of(list(self.personalizers.values())):
-            raise ConfigError(
-                f"clip and noise do not cover what is fitted on nodes' labels ({', '.join(needs)}): "
-                "score personalizers that need no fit"
-            )
 
     # Nodes
 
@@ -285,10 +298,8 @@ class FederatedRun(Engine):
         total.check(up)
         if self.privacy:
             self.privacy.check(up)
-        elif (length := update_norm(up)) > self.settings.largest_norm:
-            raise BadClientError(
-                f"its update has the norm {length:g}, above {self.settings.largest_norm:g} (largest-norm)"
-            )
+        elif (rms := root_mean_square(up)) > self.settings.largest_rms:
+            raise BadClientError(f"its values have the root mean square {rms:g}, above {self.settings.largest_rms:g}")
         total.add(up)
 
     def _memory_facts(self, client: int) -> dict[str, int]:
@@ -493,6 +504,11 @@ def personalize(grid: Grid, settings: Settings) -> list[dict[str, Any]]:
 
 
 NEW_CLIENTS = ("test", "test_before", "test_last", "test_best", "steps")
+
+
+def root_mean_square(up: State) -> float:
+    values = floating(up)
+    return float(norm(values)) / math.sqrt(max(sum(value.numel() for value in values), 1))
 
 
 def _are_counts(counts: Any) -> bool:

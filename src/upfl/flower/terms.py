@@ -24,6 +24,7 @@ from upfl.data.inputs import InputFormat
 from upfl.data.partition import Indices
 from upfl.data.sources import Source
 from upfl.errors import ConfigError
+from upfl.flower.privacy import Privacy
 from upfl.manifest import TaskSection
 from upfl.methods import training_class
 from upfl.randomness import seed_of
@@ -71,6 +72,7 @@ class Terms(BaseModel):
     )
     config: Config
     task: FederationTask
+    privacy: Privacy | None = None
 
 
 class Node(Table):
