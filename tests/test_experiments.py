@@ -15,6 +15,7 @@ import torch
 
 from tests.plugin_methods import FAULTS, PLUGIN, Said, assert_same, entered, eventually, result, small, upfl
 from upfl import api
+from upfl.config import Config
 from upfl.data.partition import default_partition
 from upfl.engine.rounds import one_thread
 from upfl.environment import commit
@@ -218,19 +219,18 @@ def test_a_folder_with_another_experiment_or_other_settings_is_refused(tmp_path:
 
 @pytest.fixture(scope="module")
 def shifted(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
-    return api.train(
-        small("fedtta", *DIRICHLET, score=["early-stopped"]), tmp_path_factory.mktemp("run") / "r", workers=1
-    )
+    return api.train(dirichlet(0.1), tmp_path_factory.mktemp("shifted") / "run", workers=1)
 
 
-DIRICHLET = ("partition.kind=dirichlet", "partition.alpha_new=0.1")
+def dirichlet(alpha_new: float) -> Config:
+    shift = ("partition.kind=dirichlet", f"partition.alpha_new={alpha_new}")
+    return small("fedtta", *shift, score=["early-stopped", "label-shift"])
 
 
 def test_other_new_clients_score_as_in_a_training_of_their_own(shifted: api.Run, tmp_path: Path) -> None:
     changes = {"alpha_new": 0.5}
     scored = score_newcomers(shifted, changes, workers=2)
-    config = small("fedtta", "partition.kind=dirichlet", "partition.alpha_new=0.5", score=["early-stopped"])
-    own = api.train(config, tmp_path / "own", workers=1).result
+    own = api.train(dirichlet(0.5), tmp_path / "own", workers=1).result
     for ours, theirs in zip(scored["rows"], own["rows"], strict=True):
         new = [client for client in theirs["clients"] if client["kind"] == "new"]
         assert (ours["row"], ours["clients"]) == (theirs["row"], new)

@@ -7,24 +7,34 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.browser import CHROMIUM, MISSING, check, opened
 from tests.plugin_methods import result, small, upfl
 from upfl import api
 from upfl.data.partition import default_partition
 from upfl.report import figures, formats
-from upfl.report.collect import collect
+from upfl.report.collect import collect, names
 from upfl.report.lines import arrange
 from upfl.report.page import write_report
 from upfl.report.paper import paper_figure
 from upfl.report.statistics import bootstrap, mean_over_seeds, paired, spread
-from upfl.report.tables import Cell, Column, Table, setting_table
+from upfl.report.tables import (
+    Cell,
+    Column,
+    Table,
+    clients_table,
+    cost_table,
+    newcomer_variables,
+    newcomers_table,
+    setting_table,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +311,50 @@ def test_broken_unfinished_and_foreign_runs_are_named_and_the_others_shown(
         assert (tmp_path / "out" / "tables" / table.name).read_text() == table.read_text()
 
 
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value; of a list, those in its first item."""
+    yield path
+    items = value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["result.json", "newcomers/alpha_new=0.1.json", "diary.json", "environment.json"])
+@pytest.mark.parametrize("wrong", [None, "<x>", -1, 1e308, [], {}], ids=repr)
+def test_whatever_stands_in_a_run_folder_a_report_is_made_or_it_is_named(
+    runs: Path, tmp_path: Path, name: str, wrong: Any
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "fedavg-0", run)
+    good = {
+        "result.json": result(run),
+        "newcomers/alpha_new=0.1.json": {"changes": {"alpha_new": 0.1}, "rows": result(run)["rows"]},
+        "diary.json": [{"row": "tent", "client": 0, "samples": 5, "accuracy": [1.0], "loss": [1.0], "entropy": [1.0]}],
+        "environment.json": json.loads((run / "environment.json").read_text()),
+    }[name]
+    (run / name).parent.mkdir(exist_ok=True)
+    for place in places(good):
+        value = json.loads(json.dumps(good))
+        target = value
+        for key in place[:-1]:
+            target = target[key]
+        if place:
+            target[place[-1]] = wrong
+        (run / name).write_text(json.dumps(value if place else wrong))
+        collected = collect([run])
+        settings = arrange(collected)
+        assert len(settings) + len(collected.left_out) == 1
+        for setting in settings:
+            for table in (
+                setting_table(setting, "t", None),
+                clients_table(setting, "t", None),
+                cost_table(collected.runs, names(collected.runs)),
+                *(newcomers_table(setting, "t", variable) for variable in newcomer_variables(setting)),
+            ):
+                for form in (formats.markdown, formats.latex, formats.to_csv, formats.html):
+                    assert "<x>" not in form(table) or form is not formats.html
+
+
 def test_a_run_that_is_there_twice_counts_once(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fedtta-0", tmp_path / "copy")
     collected = collect([runs, tmp_path, runs / "fedtta-0"])
@@ -381,40 +435,21 @@ def test_runs_of_an_older_version_without_work_and_commit_can_be_shown(runs: Pat
 
 # In a browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
-
-def opened(file: Path, profile: Path) -> tuple[str, list[str]]:
-    """A page as Chromium has it after its scripts ran, and what it said on its console."""
-    assert CHROMIUM is not None
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run(
-        [CHROMIUM, *arguments, f"--user-data-dir={profile}", file.as_uri()], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page is not tried in a browser")
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_the_page_opens_in_a_browser_without_a_console_error(page: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.html"
     broken.write_text("<!doctype html><script>throw new Error('seen')</script>")
-    assert any("seen" in line for line in opened(broken, tmp_path / "profile")[1]), "this test would see no error"
-    dom, console = opened(page / "index.html", tmp_path / "profile")
-    assert console == []
-    for table in ("digits", "digits-clients", "costs"):
-        assert f'<table id="{table}">' in dom
-    for figure in ("digits-curves", "digits-changes", "digits-differences"):
-        assert re.search(rf'<figure id="{figure}-figure"><svg[^>]*role="img"', dom)
-    assert dom.count('tabindex="0"') == dom.count('scope="col"') > 0, "the script that sorts tables did not run"
+    assert any("seen" in line for line in opened(broken)[1]), "this test would see no error"
+    assert check(page / "index.html") == "3 tables, 3 figures, no console error"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page is not tried in a browser")
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_a_click_on_a_title_sorts_the_table(page: Path, tmp_path: Path) -> None:
     click = "<script>document.querySelectorAll('#digits tr.h th')[3].click()</script></body>"
     clicked = tmp_path / "clicked.html"
     clicked.write_text((page / "index.html").read_text().replace("</body>", click))
-    dom, console = opened(clicked, tmp_path / "profile")
+    dom, console = opened(clicked)
     assert console == []
     table = dom[dom.index('<table id="digits">') : dom.index("</table>")]
     order = re.findall(r'<tr><td class="" data-value="([^"]+)"', table)

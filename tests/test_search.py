@@ -52,6 +52,13 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Search, list[Tried
     return search, list(run(search, trials=2, parallel=2))
 
 
+def test_a_search_reaches_the_training_and_the_personalizer() -> None:
+    search = searching(Path("unused"), "fedtta++")
+    config = search.config(dict.fromkeys(search.choices, 1) | {"training.inner_lr": 0.03, "early-stopped.patience": 3})
+    assert config.training["inner_lr"] == 0.03
+    assert config.personalize["early-stopped"]["patience"] == 3
+
+
 def test_the_best_hyper_parameters_can_be_trained_with(honest: tuple[Search, list[Tried]], tmp_path: Path) -> None:
     search, tried = honest
     assert [trial.error for trial in tried] == ["", ""]

@@ -82,6 +82,10 @@ class Config(_Strict):
     evaluate_clients: int | None = Field(None, ge=1, description="score only the first so many clients of each kind")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     device: str = "cpu"
+    vectorize: int = Field(1, ge=1, description="clients trained side by side as one; pays on an accelerator")
+    precision: Literal["float32", "tf32", "bf16"] = Field(
+        "float32", description="of matrix products, where the device has a faster way; weights stay float32"
+    )
     model: ModelConfig
     partition: Partition
     training: dict[str, Any]
@@ -96,11 +100,11 @@ class Config(_Strict):
                 f"model.sizes: all clients of {training} have the same model; {', '.join(able)} allow sizes"
             )
         fixed.pop("name", None)
-        hyper = _validated(training_class(training).Hyper, fixed, "training")
+        hyper = validated(training_class(training).Hyper, fixed, "training")
         object.__setattr__(self, "training", {"name": training, **hyper.model_dump(exclude_none=True)})
         personalize = {}
         for name, values in self.personalize.items():
-            valid = _validated(personalizer_class(name).Hyper, values, f"personalize.{name}")
+            valid = validated(personalizer_class(name).Hyper, values, f"personalize.{name}")
             personalize[name] = valid.model_dump(exclude_none=True)
         object.__setattr__(self, "personalize", personalize)
         return self
@@ -133,7 +137,7 @@ class Config(_Strict):
 
     @classmethod
     def from_toml(cls, path: Path) -> Config:
-        config: Config = _validated(cls, read_toml(path), str(path))
+        config: Config = validated(cls, read_toml(path), str(path))
         return config
 
 
@@ -155,6 +159,8 @@ PROFILES: dict[str, dict[str, Any]] = {
         "model": {"width": 0.25, "hidden": 64},
     },
 }
+
+PUBLIC = {"paper": 0.1, "lite": 0.1, "smoke": 0.01}  # the public set that clients with different models share
 
 
 def configure(
@@ -180,7 +186,7 @@ def configure(
     training, personalizers = resolve(method)
     _check_tables(from_file, str(file))
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
-    values = _defaults(dataset, training, tuple(scored))
+    values = _defaults(dataset, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
     for layer, where in ((PROFILES[profile], "profile"), (from_file, str(file)), (given, "options")):
         _check_tables(layer, where)
@@ -195,7 +201,7 @@ def configure(
     for setting in settings:
         _set(values, setting)
     values["partition"] = default_partition(dataset).revised(values["partition"])
-    config: Config = _validated(Config, values, str(file) if file else "the configuration")
+    config: Config = validated(Config, values, str(file) if file else "the configuration")
     return config
 
 
@@ -221,22 +227,22 @@ def paper_model(dataset: str) -> ModelConfig:
     return ModelConfig(name="convnet", hidden=2048 if dataset == "femnist" else 512)
 
 
-def _defaults(dataset: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
+def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
     searched = _searched(dataset)
     for name in personalizers:
         personalizer_class(name)
     return {
         "rounds": paper()["rounds"][dataset],
         "model": paper_model(dataset).model_dump(exclude={"sizes"}),
-        "partition": {"public": 0.1} if training_class(training).heterogeneous else {},
+        "partition": {"public": PUBLIC[profile]} if training_class(training).heterogeneous else {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }
 
 
 def _searched(dataset: str) -> dict[str, Any]:
-    found: dict[str, Any] = paper()["mnist" if dataset == "digits" else dataset]
-    return found
+    """What the paper searched for a data set; digits takes MNIST's values, but for what is its own."""
+    return paper()["mnist"] | paper()["digits"] if dataset == "digits" else dict(paper()[dataset])
 
 
 def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -299,7 +305,8 @@ def _set(values: dict[str, Any], setting: str) -> None:
         raise unknown("setting", last, dict.fromkeys([*valid, *Config.model_fields]))
 
 
-def _validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+def validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """A model of these values; what does not fit is named, with `where` it stands."""
     try:
         return kind(**values)
     except ValidationError as error:

@@ -31,7 +31,7 @@ class TaskSection(_Strict):
 
 
 class LayerSection(_Strict):
-    kind: Literal["linear", "convolution", "relu", "max-pool", "flatten"]
+    kind: Literal["linear", "convolution", "relu", "flatten"]
     name: str | None = Field(None, pattern=r"^\w+$")
     inputs: int | None = Field(None, ge=1)
     outputs: int | None = Field(None, ge=1)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upfl.errors import ConfigError
-from upfl.personalize.base import Unlabelled, all_logits, entropy, summed_gradient
+from upfl.personalize.base import Unlabelled, all_logits, chunks, entropy, summed_gradient
 from upfl.personalize.calibration import Calibration, Calibrator
 from upfl.personalize.fedtta import OneStep
 from upfl.personalize.fitting import Need
@@ -123,7 +123,7 @@ class HalfSupervised(Oracle):
         labels = y.to(client.x.device)
         for epoch in range(EPOCHS):
             shuffled = known[torch.randperm(len(known), generator=client.generator(f"half {epoch}"))]
-            for part in torch.split(shuffled, 64):
+            for part in chunks(shuffled, 64):
                 cross_entropy = partial(F.cross_entropy, target=labels[part], reduction="none")
                 _, _, gradient = summed_gradient(cross_entropy, training.logits, psi, client.x[part])
                 scaled = {name: value / len(part) for name, value in gradient.items()}

@@ -162,7 +162,7 @@ def client_changes(setting: Setting) -> Figure | None:
     return figure
 
 
-def client_differences(setting: Setting, reference: str) -> Figure | None:
+def client_differences(setting: Setting, reference: str | None) -> Figure | None:
     """Each new client's difference to the reference row."""
     base = setting.reference(reference)
     lines = [line for line in setting.lines if base and line is not base and len(line.client_differences(base))]

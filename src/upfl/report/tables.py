@@ -62,7 +62,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
 
-def setting_table(setting: Setting, name: str, reference: str) -> Table:
+def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
     """A setting's rows: validation, before and after, against the reference, beside the paper."""
     base = setting.reference(reference)
     figures = {line.row: setting.figure(line.row) for line in setting.lines}
@@ -204,7 +204,7 @@ def newcomers_table(setting: Setting, name: str, variable: str) -> Table:
     return Table(name, f"{setting.title}: other new clients", columns, rows, notes)
 
 
-def clients_table(setting: Setting, name: str, reference: str) -> Table:
+def clients_table(setting: Setting, name: str, reference: str | None) -> Table:
     """Who gained and who lost."""
     base = setting.reference(reference)
     columns = [Column("Method", text=True)]

@@ -187,6 +187,7 @@ H = TypeVar("H", bound=Hyper)
 class Stage(ABC, Generic[H]):
     """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
+    vectorizes: ClassVar[bool] = False  # whether torch.func.vmap over clients is tested for its steps
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
 

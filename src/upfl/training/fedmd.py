@@ -97,8 +97,9 @@ class FedMD(Training[D]):
     def phases(self, round: int) -> tuple[Phase, ...]:
         hyper = self.hyper
         batches = hyper.digest_epochs * -(-len(self.public) // hyper.digest_batch)
-        digest = Phase(self.digest, batches, hyper.digest_batch, "public")
-        revisit = Phase(self.revisit, hyper.iterations, hyper.batch_size)
+        student = next(iter(self.students.values()))  # every architecture's step costs as many passes of its own model
+        digest = Phase(self.digest, batches, hyper.digest_batch, "public", cost=student.digest.step_cost)
+        revisit = Phase(self.revisit, hyper.iterations, hyper.batch_size, cost=student.revisit.step_cost)
         return (digest, revisit) if round else (revisit,)
 
     def begin(self, server: State, memory: State, client: Client) -> State:
