@@ -19,10 +19,11 @@ from upfl.data.federation import ROLES, Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, by_architecture, evaluate
-from upfl.engine.fitting import fit_needs
+from upfl.engine.fitting import fit_needs, plan
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
+from upfl.engine.local import train
 from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
@@ -72,7 +73,8 @@ class Engine:
 
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
-        with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), torch.no_grad():
+        precision = matrix_precision(self.config.precision)
+        with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), precision, torch.no_grad():
             self._start()
             if observer:
                 observer.begin(self)
@@ -110,9 +112,11 @@ class Engine:
         total.reset(len(participants))
         if observer:
             observer.stage("training")
-        for position, client in self.group.share(list(enumerate(participants))):
+        together = self.config.vectorize  # groups do not depend on the number of workers, nor do their bits
+        for start in self.group.share(range(0, len(participants), together)):
             self.group.check()
-            failures[position] = self._train_client(client, round, total)
+            members = participants[start : start + together]
+            failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
         self.group.sum_(total.buffer)
         self.group.sum_(failures)
         total.merged()
@@ -155,26 +159,23 @@ class Engine:
         chosen = torch.randperm(self.clients, generator=generator(self.config.seed, "participants", round))[:count]
         return sorted(chosen.tolist())
 
-    def _train_client(self, id: int, round: int, total: FixedPointSum) -> int:
-        """Train one client and add what it sends to the sum; returns 0, or the reason why it was left out."""
-        client, training = self._client(id, round), self.training
-        carry = training.begin(self.progress.server, self.memory(id), client)
-        losses = torch.zeros((), dtype=torch.float64)
-        steps = 0
-        for phase in training.phases(round):
-            for batch in client.phase(phase):
-                carry, loss = phase.step(carry, batch, round)
-                losses += loss.detach().cpu()
-                steps += 1
-        if not losses.isfinite():
+    def _train_clients(self, ids: Sequence[int], round: int, total: FixedPointSum) -> list[int]:
+        """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""
+        clients = [self._client(id, round) for id in ids]
+        carries = [self.training.begin(self.progress.server, self.memory(client.id), client) for client in clients]
+        trained = train(self.training, carries, clients, round)
+        return [self._add(client, *result, total) for client, result in zip(clients, trained, strict=True)]
+
+    def _add(self, client: LocalClient, carry: State, loss: Tensor, total: FixedPointSum) -> int:
+        if not loss.isfinite():
             return 1
-        up, memory = training.finish(self.progress.server, carry, client)
+        up, memory = self.training.finish(self.progress.server, carry, client)
         try:
-            total.add(ChainMap({LOSS: losses / steps}, up))  # type: ignore[arg-type]
+            total.add(ChainMap({LOSS: loss}, up))  # type: ignore[arg-type]
         except BadClientError:
             return 2
-        if training.remembers:
-            self.folder.save_memory(id, round, memory)
+        if self.training.remembers:
+            self.folder.save_memory(client.id, client.round, memory)
         return 0
 
     def memory(self, id: int) -> State:
@@ -323,7 +324,7 @@ class _Members(Sequence[State]):
 def assemble(
     config: Config, device: torch.device, source: data.Source | None = None
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-    """What a configuration describes, as objects."""
+    """What a configuration describes, as objects; refuses what could not be scored after the training."""
     source = source or data.load(config.dataset)
     federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
     inputs = Inputs(source, device)
@@ -337,10 +338,13 @@ def assemble(
         public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
     )
     training = kind(task, config.training_hyper())
+    if config.vectorize > 1 and not training.vectorizes:
+        raise ConfigError(f"vectorize = {config.vectorize}: {training.name} trains one client at a time; leave it at 1")
     personalizers = {
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()
     }
+    plan(list(personalizers.values()), federation, config.evaluate_clients)
     return federation, inputs, training, personalizers
 
 
@@ -354,6 +358,18 @@ def checked_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device '{name}' cannot be used on this machine: {reason}. Take --device cpu") from error
     return device
+
+
+@contextmanager
+def matrix_precision(name: str) -> Iterator[None]:
+    """How products of float32 matrices may be computed, where the device has a faster way; all else stays float32."""
+    backends: Any = torch.backends  # whose stubs do not know the field
+    before = backends.fp32_precision
+    backends.fp32_precision = "ieee" if name == "float32" else name
+    try:
+        yield
+    finally:
+        backends.fp32_precision = before
 
 
 @contextmanager

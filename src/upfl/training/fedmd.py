@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.errors import ConfigError
+from upfl.models import Model
 from upfl.personalize.base import Personalizer
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import (
@@ -154,6 +155,10 @@ class FedMD(Training[D]):
                     batch = Batch(x, torch.zeros_like(index), index=index)
                     carry, _ = student.digest.step(carry, batch, published.round)
         return {name: carry[name] for name in fresh}
+
+    @property
+    def client_models(self) -> dict[str, Model]:
+        return {name: student.revisit.model for name, student in self.students.items()}
 
     def logits(self, params: State, x: Tensor) -> Tensor:
         return self._student_of(params).revisit.logits(params, x)
