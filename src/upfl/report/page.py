@@ -133,7 +133,6 @@ def _cards(settings: Sequence[Setting], stems: Sequence[str], reference: str | N
 def _setting(report: Report, setting: Setting, stem: str, reference: str | None) -> str:
     parts = [
         f'<section id="{escape(stem)}"><h2>{escape(_short(report.settings, setting))}</h2>',
-        f"<p class=note>{escape(setting.description)}.</p>",
         _warnings(setting),
         _table(report, tables.setting_table(setting, stem, reference)),
         _figure(
@@ -172,8 +171,8 @@ def _setting(report: Report, setting: Setting, stem: str, reference: str | None)
             report,
             f"{stem}-diary",
             "One client's adaptation",
-            "One new client, step by step. Dotted: the step with the least entropy, where early stopping would stop. "
-            "Ring: the step with the best accuracy, which only the labels know.",
+            "One new client, step by step. Dotted: the step with the least entropy. Ring: the step with the best "
+            "accuracy, which only the labels know.",
             figures.diary,
             setting,
         ),
