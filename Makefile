@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 EXTRAS := dev,flower,mlflow,onnx,search,tensorboard
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types bench constraints clean
+.PHONY: help demo test test-all lint types keys bench constraints clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -26,6 +26,9 @@ lint: $(STAMP)   ## ruff: rules and formatting
 
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
+
+keys: $(STAMP)   ## certificates and keys for a trial of a Flower federation on this machine, into ./keys
+	$(BIN)/python -m upfl.flower.keys keys
 
 bench: $(STAMP)  ## one training step against the machine's matrix-multiply rate
 	$(BIN)/python -m benchmarks.steps

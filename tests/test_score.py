@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scorer(run: Path) -> Scorer:
-    return Scorer(RunFolder.open(run), ["none", "calibrated", "label-shift", "tent"], oracles=True)
+    return Scorer(RunFolder.open(run), ["none", "calibrated", "label-shift", "tent"], oracles=list(ORACLES))
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_more_classes_than_there_are_are_refused(run: Path) -> None:
 def told(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, dict[str, Any], dict[str, Any]]:
     out = tmp_path_factory.mktemp("told") / "new folder" / "scores.json"
     before = content(run)
-    options = ("--oracles", "--inductive", "--sizes", "5,20", "--classes", "2,10", "--draws", "3")
+    options = ("--oracles", "all", "--inductive", "--sizes", "5,20", "--classes", "2,10", "--draws", "3")
     said = upfl("score", run, "--score", "none,calibrated,label-shift,auto", *options, "-o", out, "--json")
     assert content(run) == before, "scoring changed the run folder"
     return said, json.loads(said.out), json.loads(out.read_text())
@@ -329,7 +329,7 @@ def test_small_clients_are_pooled_where_harm_is_counted(told: tuple[Said, dict[s
 
 
 def test_the_table_draws_bounds_apart(run: Path) -> None:
-    said = upfl("score", run, "--score", "none", "--oracles")
+    said = upfl("score", run, "--score", "none", "--oracles", "all")
     assert said.code == 0
     rows = said.out.splitlines()
     places = [i for i, line in enumerate(rows) if "(bound)" in line]

@@ -100,11 +100,11 @@ class Config(_Strict):
                 f"model.sizes: all clients of {training} have the same model; {', '.join(able)} allow sizes"
             )
         fixed.pop("name", None)
-        hyper = _validated(training_class(training).Hyper, fixed, "training")
+        hyper = validated(training_class(training).Hyper, fixed, "training")
         object.__setattr__(self, "training", {"name": training, **hyper.model_dump(exclude_none=True)})
         personalize = {}
         for name, values in self.personalize.items():
-            valid = _validated(personalizer_class(name).Hyper, values, f"personalize.{name}")
+            valid = validated(personalizer_class(name).Hyper, values, f"personalize.{name}")
             personalize[name] = valid.model_dump(exclude_none=True)
         object.__setattr__(self, "personalize", personalize)
         return self
@@ -137,7 +137,7 @@ class Config(_Strict):
 
     @classmethod
     def from_toml(cls, path: Path) -> Config:
-        config: Config = _validated(cls, read_toml(path), str(path))
+        config: Config = validated(cls, read_toml(path), str(path))
         return config
 
 
@@ -201,7 +201,7 @@ def configure(
     for setting in settings:
         _set(values, setting)
     values["partition"] = default_partition(dataset).revised(values["partition"])
-    config: Config = _validated(Config, values, str(file) if file else "the configuration")
+    config: Config = validated(Config, values, str(file) if file else "the configuration")
     return config
 
 
@@ -305,7 +305,8 @@ def _set(values: dict[str, Any], setting: str) -> None:
         raise unknown("setting", last, dict.fromkeys([*valid, *Config.model_fields]))
 
 
-def _validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+def validated(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """A model of these values; what does not fit is named, with `where` it stands."""
     try:
         return kind(**values)
     except ValidationError as error:

@@ -29,6 +29,7 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", "-w", min=1, help="Worker processes; by default one a core.", show_default=False),
 ]
+NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Track = Annotated[
     str | None, typer.Option(help=f"Live views, written to local files: {', '.join(TRACKERS)}.", show_default=False)
@@ -173,15 +174,14 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     for run in runs:
         result = run.result
         for row in result["rows"]:
-            gain = row["test"] - row["test_before"]
             table.add_row(
                 escape(run.path.name),
                 row_title(row["row"]),
                 str(result["rounds"]),
-                f"{row['validation']:.2f}",
-                f"{row['test_before']:.2f}",
-                f"[bold]{row['test']:.2f}[/bold]",
-                f"{gain:+.2f}",
+                score(row, "validation"),
+                score(row, "test_before"),
+                f"[bold]{score(row, 'test')}[/bold]",
+                f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED,
                 spread(row),
             )
             for label, scores, clients in by_architecture(row):
@@ -211,7 +211,7 @@ def markdown_table(runs: list[api.Run]) -> str:
         result = run.result
         facts = [result["rounds"], result["seed"], result["partition_seed"]]
         for row in result["rows"]:
-            scores = [f"{row[key]:.2f}" for key in ("validation", "test_before", "test", "test_last", "test_best")]
+            scores = [score(row, key) for key in ("validation", "test_before", "test", "test_last", "test_best")]
             lines.append(f"| {' | '.join(map(str, [row_title(row['row']), *facts, *scores, spread(row)]))} |")
             for label, part, clients in by_architecture(row):
                 scores = [_percent(part[key]) for key in ("validation", "test_before", "test")]
@@ -232,8 +232,14 @@ def by_architecture(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], 
         yield f"{name} ({scores['clients']})", scores, spread({"clients": clients}) if scores["clients"] else "-"
 
 
+def score(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else NOT_SCORED
+
+
 def spread(row: dict[str, Any]) -> str:
     accuracies = [client["accuracy"] for client in row["clients"] if client["kind"] == "new"]
+    if not accuracies:
+        return NOT_SCORED
     low, middle, high = np.percentile(accuracies, [10, 50, 90])
     return f"{low:.1f} - {middle:.1f} - {high:.1f}"
 

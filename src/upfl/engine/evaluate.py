@@ -80,10 +80,11 @@ def evaluate(
             indices = federation.training.validation(i)
             if len(indices):
                 client = validation_client(federation, inputs, seed, i)
-                training[i] = _score(personalizer.personalize(given.without(i), client, memory(i)), inputs.y(indices))
+                personalized = personalizer.personalize(given.without(i), client, memory(i))
+                training[i] = count_correct(personalized, inputs.y(indices))
         else:
             personalized = personalizer.personalize(given.published, newcomer(federation, inputs, seed, i))
-            new[i] = _score(personalized, inputs.y(federation.new.all(i)))
+            new[i] = count_correct(personalized, inputs.y(federation.new.all(i)))
             steps[i] = personalized.diary.steps
     for counts in (training, new, steps):
         group.sum_(counts)
@@ -107,6 +108,6 @@ def by_architecture(federation: Federation, training: Tensor, new: Tensor) -> di
     return {"architectures": scores}
 
 
-def _score(personalized: Personalized, y: Tensor) -> Tensor:
+def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
     before, after = ((logits.argmax(1) == y).sum() for logits in (personalized.before, personalized.logits))
     return torch.tensor([int(before), int(after), len(y)])

@@ -33,13 +33,23 @@ def fit_needs(
 
     Returns it with facts about each fit, for the metrics.
     """
+    _, ids = plan(personalizers, federation, limit)
+    clients = [LocalClient(federation, inputs, seed, i, 0) for i in ids]
+    return fit_by(lambda key, fit: run(fit, clients, seed, group), personalizers, published, tell)
+
+
+def fit_by(
+    runner: Callable[[str, Fit], tuple[State, int]],
+    personalizers: Sequence[Needy],
+    published: Published,
+    tell: Callable[[str], None],
+) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+    """Fit what the personalizers need, in order, each by `runner`: it gives the end state and how many are missing."""
     given, facts = CrossFitted(published), {}
-    needs, ids = plan(personalizers, federation, limit)
-    for key, need in needs.items():
+    for key, need in needs_of(personalizers).items():
         tell(f"fitting {key}")
         fit = need.stage(given)
-        clients = [LocalClient(federation, inputs, seed, i, 0) for i in ids]
-        server, left_out = run(fit, clients, seed, group)
+        server, left_out = runner(key, fit)
         given = given.plus(fit.results(server))
         facts[key] = fit.facts(server) | ({"left_out": left_out} if left_out else {})
     return given, facts

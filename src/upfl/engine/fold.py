@@ -49,7 +49,7 @@ class FixedPointSum(Total):
 
     def add(self, up: Mapping[str, Tensor]) -> None:
         """Add what one client sent, or refuse it and change nothing."""
-        self._check(up)
+        self.check(up)
         for name, value in up.items():
             flat, into = value.detach().reshape(-1).cpu(), self.buffer[self._spans[name]]
             if not value.is_floating_point():
@@ -61,6 +61,10 @@ class FixedPointSum(Total):
                 into[start : start + CHUNK] += scaled.round_().long()
         self.buffer[-1] += 1
         self.merged()
+
+    def disturb(self, name: str, noise: Tensor) -> None:
+        """Add noise to an entry's sum, as exactly as values are added."""
+        self.buffer[self._spans[name]] += noise.double().mul(2.0 ** self._bits[name]).round_().long()
 
     def merged(self) -> None:
         """Read the count anew after the buffer was summed over workers."""
@@ -85,7 +89,8 @@ class FixedPointSum(Total):
     def __len__(self) -> int:
         return len(self._shapes)
 
-    def _check(self, up: Mapping[str, Tensor]) -> None:
+    def check(self, up: Mapping[str, Tensor]) -> None:
+        """Refuse what cannot be added."""
         if up.keys() != self._shapes.keys():
             odd = sorted(up.keys() ^ self._shapes.keys())
             raise BadClientError(f"names differ from what was expected: {', '.join(odd[:5])}")

@@ -110,6 +110,17 @@ class RunFolder:
     def config(self) -> Config:
         return Config.from_toml(self.path / "config.toml")
 
+    # What a federation of Flower's nodes needs beside the configuration
+
+    def save_terms(self, terms: str) -> None:
+        write_file(self.path / "terms.json", terms.encode())
+
+    def terms(self) -> str:
+        path = self.path / "terms.json"
+        if not path.is_file():
+            raise RunError(f"{self.path}: not a run of a Flower federation (there is no terms.json)")
+        return path.read_text()
+
     # Metrics
 
     def append_metrics(self, metrics: dict[str, Any]) -> int:

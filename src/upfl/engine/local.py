@@ -1,10 +1,14 @@
-"""Clients' local steps: one client after another, or several side by side as one vectorized step.
+"""A client's round: what every engine does with a client, whoever it belongs to and wherever the sum is formed.
 
-Side by side (torch.func.vmap over stacked carries and padded batches) pays on a device that is fast at large operations
-and slow to start small ones. On a CPU it is slower: the copies of the parameters leave the cache.
+Several clients may train side by side as one vectorized step (torch.func.vmap over stacked carries and padded batches).
+That pays on a device that is fast at large operations and slow to start small ones. On a CPU it is slower: the copies
+of the parameters leave the cache.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +16,53 @@ from torch import Tensor
 from torch.func import vmap
 
 from upfl.engine.clients import LocalClient
+from upfl.errors import BadClientError
 from upfl.state import State
 from upfl.training.base import Batch, Training
 
+LOSS = "engine.loss"  # the engine's own entry in the sum
 
-def train(
+
+def train_client(
+    training: Training[Any], server: State, memory: State, client: LocalClient
+) -> tuple[Mapping[str, Tensor], State]:
+    """What a client sends up, its mean loss among it, and what it will remember if the round counts."""
+    (result,) = train_clients(training, server, [memory], [client])
+    if isinstance(result, BadClientError):
+        raise result
+    return result
+
+
+def train_clients(
+    training: Training[Any], server: State, memories: Sequence[State], clients: Sequence[LocalClient]
+) -> list[tuple[Mapping[str, Tensor], State] | BadClientError]:
+    """The same for several clients, side by side; in a client's place the reason why it is left out."""
+    carries = [training.begin(server, memory, client) for memory, client in zip(memories, clients, strict=True)]
+    steps = train_together if len(clients) > 1 else train_alone
+    results: list[tuple[Mapping[str, Tensor], State] | BadClientError] = []
+    for client, (carry, loss) in zip(clients, steps(training, carries, clients, clients[0].round), strict=True):
+        if loss.isfinite():
+            up, memory = training.finish(server, carry, client)
+            results.append((with_loss(up, loss), memory))
+        else:
+            results.append(BadClientError("its loss is not finite"))
+    return results
+
+
+def upload_like(training: Training[Any], server: State, client: LocalClient) -> Mapping[str, Tensor]:
+    """What a client sends, by name, shape and type: that of a client that has not trained."""
+    up, _ = training.finish(server, training.begin(server, training.memory(client), client), client)
+    return with_loss(up, torch.zeros((), dtype=torch.float64))
+
+
+def with_loss(up: Mapping[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
+    return ChainMap({LOSS: loss}, up)  # type: ignore[arg-type]
+
+
+def train_alone(
     training: Training[Any], carries: Sequence[State], clients: Sequence[LocalClient], round: int
 ) -> list[tuple[State, Tensor]]:
-    """Every client's carry after its phases, and its mean loss."""
-    if len(clients) > 1:
-        return train_together(training, carries, clients, round)
+    """A client's carry after its phases, and its mean loss."""
     carry, losses, steps = carries[0], torch.zeros((), dtype=torch.float64), 0
     for phase in training.phases(round):
         for batch in clients[0].phase(phase):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -23,16 +22,16 @@ from upfl.engine.fitting import fit_needs, plan
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
-from upfl.engine.local import train
+from upfl.engine.local import LOSS, train_clients, upload_like
 from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Personalizer
+from upfl.personalize.fitting import CrossFitted
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published, Task, Training
 
-LOSS = "engine.loss"  # the engine's own entry in the sum
 LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
 
 
@@ -51,11 +50,13 @@ class Observer(Protocol):
 class Engine:
     """A run at work in one worker. Every worker has one, with the same server state in it."""
 
-    def __init__(self, folder: RunFolder, group: Group, config: Config | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, group: Group, config: Config | None = None, federation: Federation | None = None
+    ) -> None:
         self.folder, self.group = folder, group
         self.config = config or folder.config()
         self.device = checked_device(self.config.device)
-        self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device)
+        self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device, federation)
         self.clients = len(self.federation.training)
         self.progress = Progress(server={})
         self._saved = 0  # the round that the checkpoint holds
@@ -78,7 +79,8 @@ class Engine:
             self._start()
             if observer:
                 observer.begin(self)
-            total = FixedPointSum(self._upload_like(), self.clients, self.training.scales)
+            like = upload_like(self.training, self.progress.server, self._client(0, 0))
+            total = FixedPointSum(like, self.clients, self.training.scales)
             while self.progress.round < self.config.rounds:
                 metrics = self._round(total, observer)
                 if self.group.leads:
@@ -108,27 +110,13 @@ class Engine:
     def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
         started, round, progress = time.perf_counter(), self.progress.round, self.progress
         participants = self.participants(round)
-        failures = torch.zeros(len(participants), dtype=torch.int64)
-        total.reset(len(participants))
         if observer:
             observer.stage("training")
-        together = self.config.vectorize  # groups do not depend on the number of workers, nor do their bits
-        for start in self.group.share(range(0, len(participants), together)):
-            self.group.check()
-            members = participants[start : start + together]
-            failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
-        self.group.sum_(total.buffer)
-        self.group.sum_(failures)
-        total.merged()
-        left_out = [
-            {"client": client, "reason": LEFT_OUT[int(code)]}
-            for client, code in zip(participants, failures, strict=True)
-            if code
-        ]
+        left_out = self._train(participants, round, total)
         if not total.count:
             raise StoppedError(
                 f"round {round + 1}: every one of the {len(participants)} clients had to be left out "
-                f"(the first: {left_out[0]['reason']}); "
+                f"(the first: {next(iter(left_out.values()))}); "
                 + (f"the checkpoint holds round {self._saved}. " if self._saved else "there is no checkpoint yet. ")
                 + "A lower learning rate is the usual cure"
             )
@@ -136,11 +124,11 @@ class Engine:
         progress.server = self.training.aggregate(progress.server, total, round)
         progress.round = round + 1
         progress.left_out += len(left_out)
-        self._commit_memory(participants, failures, round)
+        self._commit_memory([client for client in participants if client not in left_out], round)
         metrics: dict[str, Any] = {
             "round": progress.round,
             "clients": total.count,
-            "left_out": left_out,
+            "left_out": [{"client": client, "reason": reason} for client, reason in left_out.items()],
             "loss": float(total[LOSS]) / total.count,
             "gradients": total.count * sum(phase.iterations * phase.cost for phase in self.training.phases(round)),
             "bytes_up": total.count * self.training.bytes_up({k: v for k, v in total.sizes.items() if k != LOSS}),
@@ -159,19 +147,35 @@ class Engine:
         chosen = torch.randperm(self.clients, generator=generator(self.config.seed, "participants", round))[:count]
         return sorted(chosen.tolist())
 
+    def _train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        """Have clients train, and form the sum of what they send; returns who was left out, and why."""
+        failures = torch.zeros(len(participants), dtype=torch.int64)
+        total.reset(len(participants))
+        together = self.config.vectorize  # groups do not depend on the number of workers, nor do their bits
+        for start in self.group.share(range(0, len(participants), together)):
+            self.group.check()
+            members = participants[start : start + together]
+            failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
+        self.group.sum_(total.buffer)
+        self.group.sum_(failures)
+        total.merged()
+        return {client: LEFT_OUT[int(code)] for client, code in zip(participants, failures, strict=True) if code}
+
     def _train_clients(self, ids: Sequence[int], round: int, total: FixedPointSum) -> list[int]:
         """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""
         clients = [self._client(id, round) for id in ids]
-        carries = [self.training.begin(self.progress.server, self.memory(client.id), client) for client in clients]
-        trained = train(self.training, carries, clients, round)
-        return [self._add(client, *result, total) for client, result in zip(clients, trained, strict=True)]
+        memories = [self.memory(id) for id in ids]
+        results = train_clients(self.training, self.progress.server, memories, clients)
+        return [self._count_in(client, result, total) for client, result in zip(clients, results, strict=True)]
 
-    def _add(self, client: LocalClient, carry: State, loss: Tensor, total: FixedPointSum) -> int:
-        if not loss.isfinite():
+    def _count_in(
+        self, client: LocalClient, result: tuple[Mapping[str, Tensor], State] | BadClientError, total: FixedPointSum
+    ) -> int:
+        if isinstance(result, BadClientError):
             return 1
-        up, memory = self.training.finish(self.progress.server, carry, client)
+        up, memory = result
         try:
-            total.add(ChainMap({LOSS: loss}, up))  # type: ignore[arg-type]
+            total.add(up)
         except BadClientError:
             return 2
         if self.training.remembers:
@@ -187,42 +191,20 @@ class Engine:
             return self.folder.load_memory(id, version, self.device)
         return self.training.memory(self._client(id, 0))
 
-    def _commit_memory(self, participants: list[int], failures: Tensor, round: int) -> None:
+    def _commit_memory(self, counted: list[int], round: int) -> None:
         if not self.training.remembers:
             return
-        for client, code in zip(participants, failures, strict=True):
-            if not code:
-                if (old := int(self.progress.memory_rounds[client])) >= 0:
-                    self._superseded.append((client, old))
-                self.progress.memory_rounds[client] = round
+        for client in counted:
+            if (old := int(self.progress.memory_rounds[client])) >= 0:
+                self._superseded.append((client, old))
+            self.progress.memory_rounds[client] = round
 
     def _evaluate(self, observer: Observer | None) -> dict[str, Any]:
         started = time.perf_counter()
-        given, facts = fit_needs(
-            list(self.personalizers.values()),
-            self.published(),
-            self.federation,
-            self.inputs,
-            self.config.seed,
-            self.group,
-            self.config.evaluate_clients,
-            observer.stage if observer else lambda what: None,
-        )
+        given, facts = self._fit(observer.stage if observer else lambda what: None)
         improved, rows = False, {}
-        for name, personalizer in self.personalizers.items():
+        for name, scores in self._score(given, observer).items():
             row = row_name(self.training.name, name)
-            if observer:
-                observer.stage(f"scoring {row}")
-            scores = evaluate(
-                self.federation,
-                self.inputs,
-                personalizer,
-                given,
-                self.config.seed,
-                self.group,
-                lambda id: self.memory(id) if self.training.starts_from_memory else None,
-                self.config.evaluate_clients,
-            )
             rows[row] = {
                 "validation": scores.validation,
                 "test": scores.test,
@@ -234,6 +216,37 @@ class Engine:
         if improved and self.group.leads:
             self.folder.save_best(given.published)
         return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
+
+    def _fit(self, tell: Callable[[str], None]) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
+        """What newcomers receive, with what the personalizers need to have fitted, and facts about the fits."""
+        return fit_needs(
+            list(self.personalizers.values()),
+            self.published(),
+            self.federation,
+            self.inputs,
+            self.config.seed,
+            self.group,
+            self.config.evaluate_clients,
+            tell,
+        )
+
+    def _score(self, given: CrossFitted, observer: Observer | None) -> dict[str, Scores]:
+        """Every personalizer's scores on every client."""
+        scores = {}
+        for name, personalizer in self.personalizers.items():
+            if observer:
+                observer.stage(f"scoring {row_name(self.training.name, name)}")
+            scores[name] = evaluate(
+                self.federation,
+                self.inputs,
+                personalizer,
+                given,
+                self.config.seed,
+                self.group,
+                lambda id: self.memory(id) if self.training.starts_from_memory else None,
+                self.config.evaluate_clients,
+            )
+        return scores
 
     def published(self) -> Published:
         """What newcomers receive of the state as it is, before anything is fitted over it."""
@@ -300,12 +313,6 @@ class Engine:
     def _client(self, id: int, round: int) -> LocalClient:
         return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
 
-    def _upload_like(self) -> Mapping[str, Tensor]:
-        """What a client sends, by name, shape and type: that of a client that has not trained."""
-        client, server = self._client(0, 0), self.progress.server
-        up, _ = self.training.finish(server, self.training.begin(server, self.training.memory(client), client), client)
-        return ChainMap({LOSS: torch.zeros((), dtype=torch.float64)}, up)  # type: ignore[arg-type]
-
 
 class _Members(Sequence[State]):
     """The memories of all training clients that have trained, each read when it is asked for."""
@@ -322,11 +329,16 @@ class _Members(Sequence[State]):
 
 
 def assemble(
-    config: Config, device: torch.device, source: data.Source | None = None
+    config: Config, device: torch.device, federation: Federation | None = None
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-    """What a configuration describes, as objects; refuses what could not be scored after the training."""
-    source = source or data.load(config.dataset)
-    federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
+    """What a configuration describes, as objects; refuses what could not be scored after the training.
+
+    A federation whose data come from elsewhere is given.
+    """
+    if federation is None:
+        source = data.load(config.dataset)
+        federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
+    source = federation.source
     inputs = Inputs(source, device)
     (_, channels, height, breadth), classes = source.images.shape, len(source.class_names)
     shape, kind = (channels, height, breadth), training_class(config.training_name)

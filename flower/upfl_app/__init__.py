@@ -1,0 +1,1 @@
+"""The Flower app: two names for what is in upfl.flower."""

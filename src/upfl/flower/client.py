@@ -1,0 +1,235 @@
+"""The ClientApp: what a node does when it is asked.
+
+A node keeps no state in the process: every message brings the run's terms and the server's state. A training whose
+clients remember keeps each version of a node's memory under the round that made it, in Flower's context or, if the
+owner names a folder, on disk. The server says which version counts, by which a reply that was lost, came late or was
+refused leaves no trace, and a resumed run finds the memory that its checkpoint means.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+
+from upfl.bundle import Bundle, PersonalModel
+from upfl.config import Config
+from upfl.data.files import load_unlabelled
+from upfl.engine.clients import LocalClient, validation_client
+from upfl.engine.evaluate import count_correct
+from upfl.engine.folder import RunFolder
+from upfl.engine.local import train_client
+from upfl.engine.rounds import assemble, checked_device, one_thread
+from upfl.errors import ConfigError, RunError, UpflError
+from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
+from upfl.flower.privacy import clipping
+from upfl.flower.terms import Node, Terms, named_federation, node_federation
+from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
+from upfl.methods import load_plugins
+from upfl.personalize.fitting import needs_of
+from upfl.state import State, select
+
+Handler = Callable[[Message, Context], RecordDict]
+
+app = ClientApp()
+
+
+def answering(handler: Handler) -> Callable[[Message, Context], Message]:
+    """One thread, no gradients; an error that the owner can act on goes into the node's log and back as a reason."""
+
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            load_plugins(name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name)
+            with one_thread(), torch.no_grad():
+                content = handler(message, context)
+        except UpflError as error:
+            log(ERROR, "%s", error)
+            content = refusal(str(error))
+        return Message(content, reply_to=message)
+
+    return answer
+
+
+@app.query("introduce")
+@answering
+def introduce(message: Message, context: Context) -> RecordDict:
+    """Which client this node is; a training node has looked at its data by then."""
+    node = Node.of(context.node_config, "node-config")
+    if node.client is None:
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
+    TrainingNode(message, context)
+    return RecordDict({FACTS: ConfigRecord({"client": node.client})})
+
+
+@app.train(mods=[clipping])
+@answering
+def train(message: Message, context: Context) -> RecordDict:
+    """One round of this node's client."""
+    node = TrainingNode(message, context)
+    round, server = int(node.facts["round"]), from_record(message.content.array_records[ARRAYS])
+    up, memory = train_client(node.training, server, node.memory(), node.client(round))
+    if node.training.remembers:
+        node.store.save(round, memory)
+        node.store.forget_before(int(node.facts["memory_saved"]), but=round)
+    return RecordDict({ARRAYS: to_record(up)})
+
+
+@app.train("fit")
+@answering
+def fit(message: Message, context: Context) -> RecordDict:
+    """One round of a fit that personalizers need: this node's client plays the newcomer on its validation data."""
+    node = TrainingNode(message, context)
+    if not len(node.federation.training.validation(node.id)):
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
+    arrays, key = from_record(message.content.array_records[ARRAYS]), str(node.facts["key"])
+    given = unpack(arrays, int(node.facts["round"]))
+    stage = needs_of(list(node.personalizers.values()))[key].stage(given)
+    server, client, store = select(arrays, "fit"), node.client(0), ContextMemory(context.state, f"fit-{key}")
+    memory = stage.memory(client) if node.facts["memory"] < 0 else store.load(int(node.facts["memory"]))
+    up, memory = stage.finish(server, stage.begin(server, memory, client), client)
+    round = int(node.facts["fit_round"])
+    store.save(round, memory)
+    store.forget_before(round, but=round)
+    return RecordDict({ARRAYS: to_record(up)})
+
+
+@app.evaluate()
+@answering
+def evaluate(message: Message, context: Context) -> RecordDict:
+    """How well each personalizer does on this node's validation data: correct before, correct after, samples."""
+    node = TrainingNode(message, context)
+    given = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])).without(node.id)
+    memory = node.memory() if node.training.starts_from_memory else None
+    labels = node.inputs.y(node.federation.training.validation(node.id))
+    unlabelled = validation_client(node.federation, node.inputs, node.terms.config.seed, node.id)
+    scores: dict[str, Any] = {
+        name: count_correct(personalizer.personalize(given, unlabelled, memory), labels).tolist()
+        for name, personalizer in node.personalizers.items()
+        if len(labels)
+    }
+    return RecordDict({SCORES: MetricRecord(scores)})
+
+
+@app.query("personalize")
+@answering
+def personalize(message: Message, context: Context) -> RecordDict:
+    """Make a newcomer's own model of the bundle; what goes back is what the owner allows, by default a count."""
+    node = Node.of(context.node_config, "node-config")
+    if node.client is not None:
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
+    try:
+        mine = _personal_model(message, node)
+        if node.out is not None:
+            mine.save(node.out)
+    except UpflError as error:
+        log(ERROR, "%s", error)  # it may name files: for the owner alone
+        raise RunError("it could not personalize; its own log says why") from error
+    facts: dict[str, Any] = {"samples": mine.manifest.samples}
+    if node.share == "estimates":
+        diary = mine.diary
+        facts |= {"personalizer": mine.manifest.personalizer, "steps": diary.steps}
+        facts |= {"entropy": [diary.entropy[0], diary.entropy[-1]]} if diary.entropy else {}
+        facts |= {"accuracy": [estimate.value for estimate in diary.accuracy]} if diary.accuracy else {}
+    return RecordDict({FACTS: ConfigRecord(facts)})
+
+
+def _personal_model(message: Message, node: Node) -> PersonalModel:
+    files = message.content.array_records[ARRAYS]
+    with tempfile.TemporaryDirectory(prefix="upfl-bundle-") as folder:
+        for name in (MANIFEST, WEIGHTS, CARD, SUMS):  # no other file is written, whatever was sent
+            if name in files:
+                Path(folder, name).write_bytes(from_record(ArrayRecord({name: files[name]}))[name].numpy().tobytes())
+        received = Bundle.load(folder)
+    form = received.manifest.task.input
+    if node.newcomer is not None:
+        federation = named_federation(Config.model_validate_json(str(facts_of(message)["config"])))
+        if node.newcomer >= len(federation.new):
+            raise ConfigError(f"node-config: newcomer is {node.newcomer}; there are {len(federation.new)}")
+        if federation.new.angles[node.newcomer]:
+            raise ConfigError("node-config: newcomer: images of this partition are turned; give data")
+        return received.personalize(federation.source.images[federation.new.all(node.newcomer)])
+    if node.data is None:
+        raise ConfigError("node-config: a newcomer needs data, a folder or a file without labels")
+    return received.personalize(load_unlabelled(node.data, form.image, form.scale))
+
+
+class TrainingNode:
+    """A node with what a message says: its client's data and the training."""
+
+    def __init__(self, message: Message, context: Context) -> None:
+        self.facts: dict[str, Any] = dict(facts_of(message))
+        self.terms = Terms.model_validate_json(self.facts["terms"])
+        self.node: Node = Node.of(context.node_config, "node-config")
+        self.device = checked_device(self.node.device)
+        self.federation, self.inputs, self.training, self.personalizers = assemble(
+            self.terms.config, self.device, node_federation(self.terms, self.node)
+        )
+        assert self.node.client is not None
+        self.id = self.node.client
+        self.store: ContextMemory | DiskMemory
+        if self.node.state is None:
+            self.store = ContextMemory(context.state, f"client-{self.id}")
+        else:
+            self.store = DiskMemory(RunFolder(self.node.state.expanduser() / self.terms.run), self.id)
+
+    def client(self, round: int) -> LocalClient:
+        return LocalClient(self.federation, self.inputs, self.terms.config.seed, self.id, round)
+
+    def memory(self) -> State:
+        """The memory that counts, by the server's word; before the client first took part, what it starts with."""
+        if not self.training.remembers:
+            return {}
+        version = int(self.facts["memory"])
+        memory = self.training.memory(self.client(0)) if version < 0 else self.store.load(version)
+        return {name: value.to(self.device) for name, value in memory.items()}
+
+
+class ContextMemory:
+    """Versions of a memory in Flower's context: they last as long as the SuperNode and the Flower run."""
+
+    def __init__(self, state: RecordDict, whose: str) -> None:
+        self.state, self.prefix = state, f"memory-{whose}-"
+
+    def save(self, round: int, memory: State) -> None:
+        self.state[f"{self.prefix}{round}"] = to_record(memory)
+
+    def load(self, round: int) -> State:
+        name = f"{self.prefix}{round}"
+        if name not in self.state.array_records:
+            raise RunError(
+                f"its memory of round {round + 1} is gone: it was in a SuperNode or a Flower run that has ended. "
+                "Give a folder as `state` in node-config"
+            )
+        return from_record(self.state.array_records[name])
+
+    def forget_before(self, round: int, but: int) -> None:
+        for name in list(self.state.array_records):
+            version = name.removeprefix(self.prefix)
+            if version != name and not round <= int(version) <= but:
+                del self.state[name]
+
+
+class DiskMemory:
+    """Versions of a client's memory on the node's disk: they last."""
+
+    def __init__(self, folder: RunFolder, client: int) -> None:
+        self.folder, self.client = folder, client
+
+    def save(self, round: int, memory: State) -> None:
+        self.folder.save_memory(self.client, round, memory)
+
+    def load(self, round: int) -> State:
+        return self.folder.load_memory(self.client, round, torch.device("cpu"))
+
+    def forget_before(self, round: int, but: int) -> None:
+        stored = self.folder.path.glob(f"memory/*/{self.client}-*.safetensors")
+        versions = [int(file.stem.partition("-")[2]) for file in stored]
+        self.folder.remove_memory((self.client, version) for version in versions if not round <= version <= but)

@@ -1,0 +1,102 @@
+"""State to Flower's records and back.
+
+One ArrayRecord holds a state under its own names. Nothing that arrives is trusted: no pickled object is read, and no
+header decides how much memory is taken. Replies are read as they come, so that the server holds one at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from upfl.errors import BadClientError
+from upfl.personalize.fitting import FOLDS, CrossFitted
+from upfl.state import State, prefixed, select
+from upfl.training.base import Published
+
+ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
+PROBLEM, NO_DATA = "problem", "no_data"  # facts by which a node says why it has nothing to send
+POLL = 0.5  # seconds between looks for replies
+LONGEST = 300  # characters of a reason
+
+
+def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in state.items()})
+
+
+def from_record(record: ArrayRecord) -> State:
+    return {name: _tensor(name, array) for name, array in record.items()}
+
+
+def _tensor(name: str, array: Array) -> Tensor:
+    """An array as it was sent. NumPy's own reader would first allocate what the header announces."""
+    try:
+        stream = BytesIO(array.data)
+        if array.stype != "numpy.ndarray" or np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError("not an array of NumPy's first format")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+        if fortran or dtype.hasobject:
+            raise ValueError("objects, or values out of order")
+        values: np.ndarray = np.ndarray(shape, dtype, buffer=array.data, offset=stream.tell())
+        return torch.from_numpy(values.copy())
+    except (ValueError, TypeError) as error:
+        raise BadClientError(f"{name[:80]!r} cannot be read: {str(error)[:LONGEST]}") from error
+
+
+def pack(given: CrossFitted) -> State:
+    """What newcomers receive with what was fitted without each fold, as one state."""
+    published, folds = given.published, [prefixed(f"fold.{fold}", fitted) for fold, fitted in enumerate(given.folds)]
+    state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
+    return {name: value for part in (state, *folds) for name, value in part.items()}
+
+
+def unpack(state: State, round: int) -> CrossFitted:
+    published = Published(select(state, "state"), round, fitted=select(state, "fitted"))
+    return CrossFitted(published, tuple(select(state, f"fold.{fold}") for fold in range(FOLDS)))
+
+
+def arrays_of(reply: Message) -> State:
+    """What a node sent, as far as it can be read."""
+    if problem := problem_in(reply):
+        raise BadClientError(problem)
+    if ARRAYS not in reply.content.array_records:
+        raise BadClientError("its reply has no arrays")
+    return from_record(reply.content.array_records[ARRAYS])
+
+
+def facts_of(message: Message) -> ConfigRecord:
+    return message.content.config_records.get(FACTS) or ConfigRecord()
+
+
+def refusal(problem: str) -> RecordDict:
+    """What a node sends when it has nothing else to send."""
+    return RecordDict({FACTS: ConfigRecord({PROBLEM: problem[:LONGEST]})})
+
+
+def problem_in(reply: Message) -> str | None:
+    """Why a node did not do what it was asked for, in one line; none if it did."""
+    if reply.has_error():
+        reason = (reply.error.reason or "").strip().splitlines()
+        return f"failed: {reason[0][:LONGEST] if reason else f'error {reply.error.code}'}"
+    problem = facts_of(reply).get(PROBLEM)
+    return None if problem is None else " ".join(str(problem)[:LONGEST].split())
+
+
+def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[tuple[int, Message]]:
+    """Send messages and yield each reply as it comes, with the node that was asked, until the time is over."""
+    ids = grid.push_messages(messages)
+    waiting = {id: message.metadata.dst_node_id for id, message in zip(ids, messages, strict=False) if id}
+    end = time.monotonic() + timeout
+    while waiting and time.monotonic() < end:
+        for reply in grid.pull_messages(set(waiting)):
+            if (node := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
+                yield node, reply
+        if waiting:
+            time.sleep(POLL)

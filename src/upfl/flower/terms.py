@@ -1,0 +1,142 @@
+"""What a run is, as its server tells the nodes, and what a node's owner says about the node.
+
+A training node holds client number `client` of the federation: with `data`, its own labelled samples; without, the
+client's part of the run's named data set, for trials. A node without a number is a newcomer: with `data`, unlabelled
+samples of its own; with `newcomer`, the part of a new client of the named data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from upfl import data
+from upfl.config import Config, read_toml, validated
+from upfl.data.federation import Clients, Federation
+from upfl.data.files import load_labelled
+from upfl.data.inputs import InputFormat
+from upfl.data.partition import Indices
+from upfl.data.sources import Source
+from upfl.errors import ConfigError
+from upfl.flower.privacy import Privacy
+from upfl.manifest import TaskSection
+from upfl.methods import training_class
+from upfl.randomness import seed_of
+
+
+class Table(BaseModel):
+    """A table of Flower's: names with dashes, and an empty string for what is not given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Self:
+        given = {key.replace("-", "_"): value for key, value in values.items() if value != ""}
+        table: Self = validated(cls, given, where)
+        return table
+
+
+class FederationTask(TaskSection):
+    """What is to be learned, and how many training clients there are, whether or not they take part."""
+
+    clients: int = Field(ge=1)
+
+    @classmethod
+    def read(cls, path: Path) -> FederationTask:
+        task: FederationTask = validated(cls, read_toml(path), str(path))
+        return task
+
+    @classmethod
+    def of(cls, source: Source, clients: int) -> FederationTask:
+        return cls(name=source.name, classes=source.class_names, input=InputFormat.of(source), clients=clients)
+
+    def source(self, images: NDArray[Any], labels: Indices, scale: float) -> Source:
+        """Samples of this task as a data set of their own."""
+        form = self.input
+        return Source(self.name, images, labels, self.classes, len(labels), None, scale, form.mean, form.std)
+
+
+class Terms(BaseModel):
+    """A run, as nodes hear of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str = Field(
+        pattern="^[0-9a-f]{32}$", description="no other run has this name; a node keeps its memory under it"
+    )
+    config: Config
+    task: FederationTask
+    privacy: Privacy | None = None
+
+
+class Node(Table):
+    """What `--node-config` says."""
+
+    client: int | None = Field(None, ge=0, description="the number of the training client that this node is")
+    newcomer: int | None = Field(None, ge=0, description="for trials: the new client of the named data set that it is")
+    data: Path | None = Field(None, description="its own samples; labelled if it trains")
+    state: Path | None = Field(None, description="a folder for what it must remember beyond a Flower run")
+    out: Path | None = Field(None, description="a folder for what a newcomer makes of the bundle")
+    share: Literal["counts", "estimates"] = Field("counts", description="what a newcomer sends back")
+    device: str = "cpu"
+
+
+def node_federation(terms: Terms, node: Node) -> Federation:
+    """The federation as a training node sees it: its own client's samples, with nothing of the others."""
+    task = terms.task
+    if node.client is None or node.client >= task.clients:
+        raise ConfigError(f"node-config: client is {node.client}; a training node is one of 0 to {task.clients - 1}")
+    if node.data is None:
+        federation = named_federation(terms.config)
+        if FederationTask.of(federation.source, len(federation.training)) != task:
+            raise ConfigError(
+                f"node-config: the run's task is not {terms.config.dataset} as this node has it; give data"
+            )
+        return federation
+    require_no_public_set(terms.config)
+    own = load_labelled(node.data, task.input.image, task.classes, task.input.scale)
+    assert own.labels is not None
+    count, partition = len(own), terms.config.partition
+    order = np.random.default_rng(seed_of(terms.config.partition_seed, "partition", "node", node.client))
+    validation = min(max(round(partition.validation * count), int(partition.validation > 0)), count - 1)
+    sizes, train_counts = np.zeros((2, task.clients), np.int64)
+    sizes[node.client], train_counts[node.client] = count, count - validation
+    clients = Clients(
+        order.permutation(count), np.concatenate([[0], np.cumsum(sizes)]), train_counts, np.zeros(task.clients)
+    )
+    return Federation(task.source(own.images, own.labels, own.scale), clients, nobody(), np.empty(0, np.int64), ())
+
+
+def named_federation(config: Config) -> Federation:
+    source = data.load(config.dataset)
+    return data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
+
+
+def unseen_federation(task: FederationTask) -> Federation:
+    """The federation as its server knows it: no sample. A blank image stands for each client's, for the form."""
+    ones = np.ones(task.clients, np.int64)
+    twice = np.zeros(2 * task.clients, np.int64)  # once to train, once to validate
+    clients = Clients(twice, 2 * np.arange(task.clients + 1), ones, np.zeros(task.clients))
+    blank = task.source(np.zeros((1, *task.input.shape), np.uint8), np.zeros(1, np.int64), task.input.scale)
+    return Federation(blank, clients, nobody(), np.empty(0, np.int64), ())
+
+
+def require_no_public_set(config: Config) -> None:
+    """Own data come without the public set that clients of different architectures share."""
+    if training_class(config.training_name).heterogeneous:
+        raise ConfigError(f"{config.training_name} needs a public set, which parts of a named data set alone have")
+
+
+def nobody() -> Clients:
+    none = np.empty(0, np.int64)
+    return Clients(none, np.zeros(1, np.int64), none, none.astype(np.float64))
+
+
+def without_training_clients(federation: Federation) -> Federation:
+    return replace(federation, training=nobody())
