@@ -312,7 +312,7 @@ values = st.recursive(
 keys = st.sampled_from(
     [
         *("seed", "partition_seed", "rounds", "clients_per_round", "evaluate_every", "evaluate_clients"),
-        *("checkpoint_every", "device", "model", "partition", "training", "personalize"),
+        *("checkpoint_every", "device", "vectorize", "precision", "model", "partition", "training", "personalize"),
         *("model.name", "model.hidden", "model.width"),
         *("partition.kind", "partition.clients", "partition.samples", "partition.public", "partition.rotations_new"),
         *("partition.alpha_new", "partition.labels_per_client", "partition.validation"),

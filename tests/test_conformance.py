@@ -38,7 +38,7 @@ from upfl.personalize.base import Personalized, Personalizer, Unlabelled
 from upfl.personalize.calibration import Correction
 from upfl.personalize.fitting import CrossFitted
 from upfl.randomness import generator
-from upfl.state import State, select
+from upfl.state import State, byte_size, select
 from upfl.training.base import Batch, Client, Published, Task, Training
 from upfl.training.fedavg import FedAvg
 
@@ -112,7 +112,14 @@ def config_of(name: str, **options: Any) -> Config:
 
     Some gradients are clipped: their norm is where an order of tensors would show in the bits.
     """
-    small = {"iterations": 3, "batch_size": 16, "clip": 0.3}
+    small = {
+        "iterations": 3,
+        "batch_size": 16,
+        "clip": 0.3,
+        "digest_epochs": 2,
+        "digest_batch": 10,
+        "newcomer_epochs": 2,
+    }
     settings = [f"{key}={value}" for key, value in small.items() if key in TRAININGS[name].Hyper.model_fields]
     scale: dict[str, Any] = {
         "rounds": ROUNDS,
@@ -318,6 +325,52 @@ def test_two_rounds_and_two_more_are_four(name: str, tmp_path: Path, tmp_path_fa
     Engine(folder, Group(), config.model_copy(update={"rounds": 2})).run()
     Engine(folder, Group()).run()
     assert_same(outcome(folder), straight(name, tmp_path_factory))
+
+
+# What is sent
+
+
+@of_every_training
+def test_bytes_sent_in_a_round_are_those_of_the_tensors(
+    name: str, parts: Parts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of what a client really sends, in its own types; where a training counts otherwise, the next test has it."""
+    training, client = parts.training, parts.client(1)
+    up, _ = train_one(training, parts.server, training.memory(client), client)
+    reference = straight(name, tmp_path_factory)
+    for line in reference.metrics:
+        down = training.bytes_down(parts.server, line["round"] - 1)
+        assert line["bytes_down"] == 4 * down  # participants
+        if name != "odpfl-hn":
+            assert line["bytes_up"] == line["clients"] * byte_size(up)
+            assert down == (byte_size(parts.server) if line["round"] > 1 or not training.heterogeneous else 0)
+    for sent in ("bytes_up", "bytes_down"):
+        assert reference.result[sent] == sum(line[sent] for line in reference.metrics)
+
+
+@pytest.mark.parametrize(
+    ("name", "up", "down"),
+    [
+        ("fedavg", 1, 1),
+        ("scaffold", 2, 2),  # with the control variates
+        ("fedgma", 1.25, 1),  # with signs of one byte
+        ("odpfl-hn", 1, 1),  # and the encoder's: the hypernetwork stays at the server
+        ("hetero-fedtta", 0, 0),  # logits on the public set alone
+    ],
+)
+def test_a_client_sends_and_receives_so_many_models(
+    name: str, up: float, down: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config, line = config_of(name), straight(name, tmp_path_factory).metrics[-1]
+    training = assemble(config, CPU)[2]
+    model, weight = 4 * mlp(64, (16, 16), 10).size, 4
+    beside = {
+        "odpfl-hn": 4 * (mlp(64, (16,), 32).size + 32),
+        "hetero-fedtta": 4 * 2 * 10 * round(config.partition.public * 1797),
+    }.get(name, 0)
+    assert line["bytes_up"] / line["clients"] == up * model + beside + weight
+    assert line["bytes_down"] / 4 == down * model + beside
+    assert training.model.size * 4 == model
 
 
 # Clients that go wrong

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from tests.reference import CASES, Case, Params, distance, gradient
+from tests.reference import CASES, Case, Params, descend, difference, distance, gradient, norm
 from upfl.config import configure
-from upfl.models import Model, adaptation_model, convnet, mlp
+from upfl.models import Model, adaptation_model, convnet, mlp, split
 from upfl.randomness import generator
+from upfl.training.local import sgd_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -198,7 +199,7 @@ def test_backward_is_the_vector_jacobian_product(case: Case, inputs: bool, chann
     else:
         trace = case.model.trace(params, x)
     ours = trace.backward(u, inputs=inputs)
-    assert distance(ours, expected) < 1e-12
+    assert distance(dict(ours), expected) < 1e-12
     if inputs:
         torch.testing.assert_close(trace.input_gradient, expected_x, rtol=1e-11, atol=1e-13)
 
@@ -229,10 +230,52 @@ def test_backward_tangent_is_the_double_backward(case: Case, moving: str, inputs
     first = trace.backward(u, inputs=inputs)
     kept = {name: value.clone() for name, value in first.items()}
     trace.tangent(v, dx)
-    assert distance(trace.backward_tangent(du, inputs=inputs), expected) < 1e-11
-    assert distance(first, kept, scale=kept) == 0  # the first gradient is still the caller's to use
+    assert distance(dict(trace.backward_tangent(du, inputs=inputs)), expected) < 1e-11
+    assert distance(dict(first), kept, scale=kept) == 0  # the first gradient is still the caller's to use
     if inputs:
         torch.testing.assert_close(trace.input_gradient, expected_x, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [3, 12])
+def test_a_moved_trace_is_a_trace_at_the_moved_parameters(case: Case, samples: int) -> None:
+    """Three samples are few beside the first linear layer, whose gradient then stays factored; twelve are not."""
+    params, x = case.params(0), case.x(samples, 1)
+    u, w = torch.randn(2, samples, 5, generator=generator(2), dtype=torch.float64)
+    trace = case.model.trace(params, x)
+    v = trace.backward(u)
+    assert bool(v.outer) == (samples == 3)
+    moved = trace.moved(v, scale=-0.3, shrink=0.9)
+    at = {name: 0.9 * value - 0.3 * v[name] for name, value in params.items()}
+    pull: Callable[[Tensor], tuple[Params]]
+    expected, pull = vjp(lambda at: case.forward(at, x), at)  # type: ignore[misc]
+    torch.testing.assert_close(moved.output, expected, rtol=1e-11, atol=1e-13)
+    along = moved.backward(w)
+    assert distance(dict(along), pull(w)[0]) < 1e-12
+    dense = dict(along)
+    assert distance({"": trace.tangent(along, scale=0.7)}, {"": 0.7 * trace.tangent(dense)}) < 1e-12
+    trace.tangent(along, scale=0.7)
+    ours = trace.backward_tangent(w, inputs=True, plus=(along, 0.4))
+    from_input = trace.input_gradient
+    trace.tangent(dense, scale=0.7)
+    theirs = trace.backward_tangent(w, inputs=True, plus=(dense, 0.4))
+    assert distance(dict(ours), dict(theirs)) < 1e-12
+    torch.testing.assert_close(from_input, trace.input_gradient, rtol=1e-11, atol=1e-13)
+
+
+def test_a_factored_gradient_has_the_norm_and_the_update_of_its_matrix() -> None:
+    model, rate, decay, clip = mlp(600, (500,), 5), 0.2, 0.01, 1e-3
+    params = {name: value.double() for name, value in model.init(generator(0)).items()}
+    x, u = (torch.randn(4, n, generator=generator(1, n), dtype=torch.float64) for n in (600, 5))
+    gradient = model.trace(params, x).backward(u)
+    assert split(gradient)[1], "the case has no layer that is updated by factors"
+    dense = {name: value.clone() for name, value in gradient.items()}
+    assert norm(dense) > clip
+    expected = descend(params, dense, rate, decay, clip)
+    ours, theirs = ({name: value.clone() for name, value in params.items()} for _ in range(2))
+    sgd_(ours, gradient, rate, decay, clip)
+    sgd_(theirs, dense, rate, decay, clip)
+    assert distance(ours, expected, scale=difference(expected, params)) < 1e-5
+    assert distance(ours, theirs, scale=difference(theirs, params)) < 1e-5
 
 
 def test_derivative_products_leave_parameters_and_input_alone(case: Case) -> None:

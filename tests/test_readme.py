@@ -13,8 +13,8 @@ def code_blocks(document: str) -> list[str]:
 
 
 def test_the_readme_python_code_runs(tmp_path: Path) -> None:
-    (block,) = code_blocks("README.md")
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+    script = "\n".join(code_blocks("README.md"))
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     before, after = re.findall(r"^(\d+\.\d+) -> (\d+\.\d+)$", done.stdout, re.MULTILINE)[0]
     assert float(after) > float(before)

@@ -24,8 +24,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,14 +40,18 @@ from torch import Tensor
 
 from upfl import models
 from upfl.data.files import Samples, from_array
-from upfl.data.inputs import InputFormat
-from upfl.errors import BundleError, UpflError
+from upfl.data.inputs import InputFormat, Inputs
+from upfl.engine.fitting import fit_needs
+from upfl.engine.group import Group
+from upfl.engine.rounds import one_thread
+from upfl.errors import BundleError, ConfigError, UpflError
 from upfl.manifest import (
     CARD,
     MANIFEST,
     SCHEMA,
     SUMS,
     WEIGHTS,
+    ArchitectureSection,
     FederationManifest,
     LayerSection,
     Manifest,
@@ -64,14 +67,13 @@ from upfl.randomness import generator
 from upfl.report.card import federation_card, personal_card
 from upfl.state import State, contiguous, prefixed, select
 from upfl.suggest import unknown
-from upfl.training.base import Published, Task, Training
+from upfl.training.base import Architecture, Published, Task, Training
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from upfl.api import Run
 
 TEXT_LIMIT = 2**24  # bytes of a file that is read as text
+FRESH_LIMIT = 2**32  # bytes of a model that a newcomer starts afresh
 CHUNK = 4096  # samples that are made floats at once
 
 
@@ -100,27 +102,37 @@ class Bundle:
             return ""
         return f"It holds {self.manifest.members} training clients' own layers, which may tell about their data."
 
-    def personalize(self, x: ArrayLike | Samples, personalizer: str | None = None, *, seed: int = 0) -> PersonalModel:
+    def personalize(
+        self, x: ArrayLike | Samples, personalizer: str | None = None, *, architecture: str | None = None, seed: int = 0
+    ) -> PersonalModel:
         """A newcomer's own model, from images without labels, by the bundle's default personalizer or another of its.
 
         x is an array of images [n, h, w], [n, h, w, c] or [n, c, h, w]: integers up to the data set's full intensity
-        (mostly 255), or floats in [0, 1].
+        (mostly 255), or floats in [0, 1]. Where the federation has models of several sizes, `architecture` names one of
+        them; by default the first.
         """
         name = personalizer or self.manifest.default
         if name not in self.personalizers:
             raise unknown("personalizer", name, self.personalizers)
+        kinds = self.training.client_models
+        kind = next(iter(kinds)) if architecture is None else architecture
+        if kind not in kinds:
+            raise unknown("architecture", kind, kinds)
         task = self.manifest.task
-        with _one_thread():
+        with one_thread():
             normalized = task.input.normalized(_samples(x, task))
-            personalized = self.personalizers[name].personalize(self.published, Unlabelled(0, normalized, seed))
+            client = Unlabelled(0, normalized, seed, kind)
+            personalized = self.personalizers[name].personalize(self.published, client)
         predictor = personalized.predictor
         manifest = PersonalManifest(
             made_with=_version(),
             task=task,
             model=self.manifest.model,
+            architectures=self.manifest.architectures,
             training=self.manifest.training,
             personalizer=name,
             hyper=self.manifest.personalizers[name],
+            architecture=kind,
             samples=len(normalized),
             diary=personalized.diary,
             models=len(predictor.params),
@@ -152,7 +164,7 @@ class PersonalModel:
     def predict_logits(self, x: ArrayLike | Samples) -> Tensor:
         task = self.manifest.task
         samples = _samples(x, task)
-        with _one_thread():
+        with one_thread():
             return torch.cat(
                 [
                     self.predictor.logits(task.input.normalized(replace(samples, images=samples.images[i : i + CHUNK])))
@@ -209,12 +221,26 @@ def class_mix(mine: PersonalModel) -> ClassMix:
     return ClassMix(before, mine.diary.mix or mine.label_distributions_.mean(0).tolist())
 
 
-def export(run: Run, out: str | Path) -> Bundle:
-    """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers."""
+def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
+    """Write the bundle of a finished run: its best row's state by validation accuracy, and all its personalizers.
+
+    `none` is always among them, for comparison, where the training has a model for newcomers without personalization.
+    `add` names personalizers that the run was not scored under; what they need is fitted here, over the run's clients.
+    """
+    require_new(out)
     rows = {row["row"]: row for row in run.result["rows"]}
     scored = {name: rows[row_name(run.training.name, name)] for name in run.config.personalize}
     default = max(scored, key=lambda name: float(scored[name]["validation"]))
-    config, source = run.config, run.federation.source
+    config, source, published = run.config, run.federation.source, run.published(default)
+    plain = ["none"] if run.training.serves_newcomers else []
+    names = dict.fromkeys([*config.personalize, *add, *plain])
+    personalizers = {name: config.personalizer_hyper(name) for name in names}
+    if add:
+        made = [make_personalizer(name, run.training, hyper) for name, hyper in personalizers.items()]
+        with one_thread(), torch.no_grad():
+            bare = replace(published, fitted={})
+            given, _ = fit_needs(made, bare, run.federation, Inputs(source), config.seed, Group())
+        published = given.published
     summary = {
         "method": config.method,
         "dataset": config.dataset,
@@ -240,8 +266,8 @@ def export(run: Run, out: str | Path) -> Bundle:
         classes=source.class_names,
         input=InputFormat.of(source),
         training=run.training,
-        published=run.published(default),
-        personalizers=config.personalize,
+        published=published,
+        personalizers={name: hyper.model_dump(exclude_none=True) for name, hyper in personalizers.items()},
         default=default,
         summary=summary,
     )
@@ -263,7 +289,11 @@ def write(
     manifest = FederationManifest(
         made_with=_version(),
         task=TaskSection(name=task, classes=tuple(classes), input=input),
-        model=tuple(LayerSection(**layer) for layer in models.describe(training.task.model)),
+        model=_layers(training.task.model),
+        architectures={
+            name: ArchitectureSection(layers=_layers(kind.model), adaptation_width=kind.adaptation_width)
+            for name, kind in training.task.architectures.items()
+        },
         training=TrainingSection(
             name=training.name,
             clients=training.task.clients,
@@ -277,11 +307,20 @@ def write(
         default=default,
         fitted=tuple(dict.fromkeys(name.rpartition(".")[0] for name in published.fitted)),
         members=len(published.members),
+        public=0 if training.task.public is None else len(training.task.public),
         summary=dict(summary),
     )
     state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
     _write(out, manifest, state, published.members, federation_card(manifest))
     return Bundle.load(out)
+
+
+def _layers(model: models.Model) -> tuple[LayerSection, ...]:
+    return tuple(LayerSection(**layer) for layer in models.describe(model))
+
+
+def _model(layers: Iterable[LayerSection]) -> models.Model:
+    return models.described(layer.model_dump(exclude_none=True) for layer in layers)
 
 
 # Writing
@@ -395,9 +434,7 @@ def _check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
     if sums.get(name) != digest:
-        raise BundleError(
-            f"{path}: is not the file that {SUMS} was written for: damaged or changed; get the bundle anew"
-        )
+        raise BundleError(f"{path}: does not have its checksum in {SUMS}: damaged or changed; get the bundle anew")
 
 
 def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
@@ -417,40 +454,62 @@ def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
     try:
         return kinds[kind].model_validate_json(_read_text(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "(whole)"
-        raise BundleError(f"{path}: {where}: {first['msg']} ({error.error_count()} value(s) do not fit)") from None
+        raise BundleError(f"{path}: {_explained(error)}") from None
+
+
+def _explained(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or '(whole)'}: {first['msg']}"
 
 
 def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
-    path, section = folder / MANIFEST, manifest.training
-    model = models.described(layer.model_dump(exclude_none=True) for layer in manifest.model)
-    # A training may make tensors of the model's sizes: they must not be larger than what the bundle brings.
-    bytes_there = sum((folder / name).stat().st_size for name in manifest.files())
-    if 4 * model.size > bytes_there:
-        raise BundleError(f"{path}: model: has {model.size} parameters, more than the bundle's files can hold")
+    path, section, classes = folder / MANIFEST, manifest.training, len(manifest.task.classes)
+    public = manifest.public if isinstance(manifest, FederationManifest) else 1
     try:
         kind = training_class(section.name)
-        hyper = kind.Hyper(**section.hyper)
-        training: Training[Any] = kind(Task(model, len(manifest.task.classes), section.clients), hyper)
-    except (UpflError, ValidationError, AssertionError) as error:
-        hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, UpflError) else ""
-        raise BundleError(f"{path}: training: {error}{hint}") from error
-    x = torch.zeros(2, *manifest.task.input.shape)
-    try:  # for real: on the meta device this would import a second's worth of torch
-        logits = training.logits({name: torch.zeros(shape) for name, shape in training.model.shapes.items()}, x)
-    except (RuntimeError, IndexError) as error:
-        raise BundleError(f"{path}: the model does not take images of shape {list(x.shape[1:])} ({error})") from error
-    if logits.shape != (2, len(manifest.task.classes)):
-        raise BundleError(
-            f"{path}: the model tells {logits.shape[-1]} classes apart, and {len(manifest.task.classes)} are named"
+        architectures = {
+            name: Architecture(_model(one.layers), one.adaptation_width) for name, one in manifest.architectures.items()
+        }
+        task = Task(
+            _model(manifest.model),
+            classes,
+            section.clients,
+            architectures,
+            # Newcomers learn from the samples among what is published; here their number is enough.
+            torch.empty(public, *manifest.task.input.shape, device="meta") if kind.heterogeneous else None,
         )
+        _check_size(folder, manifest, task, kind.heterogeneous)
+        training: Training[Any] = kind(task, kind.Hyper(**section.hyper))
+    except (UpflError, ValidationError, AssertionError) as error:
+        hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, ConfigError) else ""
+        raise BundleError(f"{path}: training: {_explained(error)}{hint}") from error
+    x = torch.zeros(2, *manifest.task.input.shape)
+    for model in training.client_models.values():
+        try:  # for real: on the meta device this would import a second's worth of torch
+            logits = training.logits({name: torch.zeros(shape) for name, shape in model.shapes.items()}, x)
+        except (RuntimeError, IndexError) as error:
+            raise BundleError(
+                f"{path}: the model does not take images of shape {list(x.shape[1:])} ({error})"
+            ) from error
+        if logits.shape != (2, classes):
+            raise BundleError(f"{path}: the model tells {logits.shape[-1]} classes apart, and {classes} are named")
     return training
 
 
-def _parameters(training: Training[Any]) -> State:
-    """A client's parameters as the training needs them, without values."""
-    return {name: torch.empty(shape, device="meta") for name, shape in training.model.shapes.items()}
+def _check_size(folder: Path, manifest: Manifest, task: Task, fresh: bool) -> None:
+    """Refuse models that are larger than the bundle's files can hold, or than anything where newcomers start afresh."""
+    there = sum((folder / name).stat().st_size for name in manifest.files())
+    sets = manifest.models if isinstance(manifest, PersonalManifest) else 1
+    largest = max(model.size for model in (task.model, *(one.model for one in task.architectures.values())))
+    if 4 * sets * largest > (FRESH_LIMIT if fresh else there):
+        raise BundleError(f"model: has {sets * largest} parameters, more than the bundle's files can hold")
+
+
+def _parameters(model: models.Model) -> State:
+    """A client's parameters as its model needs them, without values."""
+    return {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
 
 
 def _open_federation(folder: Path, manifest: FederationManifest, training: Training[Any]) -> Bundle:
@@ -462,7 +521,7 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
         }
         needs = needs_of(list(personalizers.values()))
     except (UpflError, ValidationError) as error:
-        raise BundleError(f"{path}: personalizers: {error}") from error
+        raise BundleError(f"{path}: personalizers: {_explained(error)}") from error
     if manifest.default not in personalizers:
         raise BundleError(f"{path}: default: {unknown('personalizer', manifest.default, personalizers)}")
     if bool(manifest.members) != training.publishes_memory:
@@ -489,7 +548,7 @@ class _StoredMembers(Sequence[State]):
         with torch.device("meta"):
             shared = training.publish(training.init(generator(0)))
         self.expected = {
-            name: value for name, value in prefixed("psi", _parameters(training)).items() if name not in shared
+            name: value for name, value in prefixed("psi", _parameters(training.model)).items() if name not in shared
         }
 
     def __len__(self) -> int:
@@ -504,9 +563,12 @@ def _open_personal(folder: Path, manifest: PersonalManifest, training: Training[
         personalizer_class(manifest.personalizer)
     except UpflError as error:
         raise BundleError(f"{folder / MANIFEST}: {error}") from error
+    if manifest.architecture not in training.client_models:
+        wrong = unknown("architecture", manifest.architecture, training.client_models)
+        raise BundleError(f"{folder / MANIFEST}: {wrong}")
     expected: State = {}
     for i in range(manifest.models):
-        expected |= prefixed(str(i), _parameters(training))
+        expected |= prefixed(str(i), _parameters(training.client_models[manifest.architecture]))
     bias = torch.empty(len(manifest.task.classes), device="meta")
     tensors = _tensors(folder / WEIGHTS, expected, {"bias": bias})
     # In the layout that it had when it was personalized: sums are formed in the same order, to the same bits.
@@ -557,14 +619,3 @@ def _samples(x: ArrayLike | Samples, task: TaskSection) -> Samples:
 def _probabilities(logits: Tensor) -> NDArray[np.float64]:
     probabilities: NDArray[np.float64] = logits.double().softmax(1).numpy()
     return probabilities
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The same bits on every machine of a kind, however many cores it has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

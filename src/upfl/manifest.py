@@ -31,7 +31,7 @@ class TaskSection(_Strict):
 
 
 class LayerSection(_Strict):
-    kind: Literal["linear", "convolution", "relu", "max-pool", "flatten"]
+    kind: Literal["linear", "convolution", "relu", "flatten"]
     name: str | None = Field(None, pattern=r"^\w+$")
     inputs: int | None = Field(None, ge=1)
     outputs: int | None = Field(None, ge=1)
@@ -42,6 +42,11 @@ class LayerSection(_Strict):
         if given != {self.kind in ("linear", "convolution")}:
             raise ValueError("name, inputs and outputs belong to linear layers and convolutions, all three of them")
         return self
+
+
+class ArchitectureSection(_Strict):
+    layers: tuple[LayerSection, ...]
+    adaptation_width: int | None = Field(None, ge=1)
 
 
 class TrainingSection(_Strict):
@@ -59,6 +64,7 @@ class Manifest(_Strict):
     made_with: str
     task: TaskSection
     model: tuple[LayerSection, ...]
+    architectures: dict[str, ArchitectureSection] = Field({}, description="by name, where clients differ in theirs")
     training: TrainingSection
 
     def files(self) -> list[str]:
@@ -77,6 +83,7 @@ class FederationManifest(Manifest):
     default: str
     fitted: tuple[str, ...] = Field(description="what was fitted after training, over the same clients")
     members: int = Field(0, ge=0, description="training clients whose own layers are in the bundle")
+    public: int = Field(0, ge=0, le=2**32, description="unlabelled samples that everyone has")
     summary: dict[str, Any] = Field(description="of the training, for people")
 
     def files(self) -> list[str]:
@@ -84,13 +91,16 @@ class FederationManifest(Manifest):
 
 
 class PersonalManifest(Manifest):
+    model_config = ConfigDict(allow_inf_nan=True)  # a diary says what it saw
+
     kind: Literal["personal"] = "personal"
     personalizer: str
     hyper: dict[str, Any]
+    architecture: str = ""
     samples: int = Field(ge=1, description="without labels, that it was personalized on")
     diary: Diary
     models: int = Field(1, ge=1, description="parameter sets; of several, the mean of the logits counts")
-    temperature: float = Field(1.0, gt=0, description="logits are divided by it")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="logits are divided by it")
 
 
 def member_file(client: int) -> str:

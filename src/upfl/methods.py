@@ -149,6 +149,8 @@ def training_class(name: str) -> type[Training[Any]]:
 def personalizer_class(name: str) -> type[Personalizer[Any]]:
     """A personalizer by its name, or by `BASE+CORRECTION` a correction of another one's predictions."""
     base, plus, last = name.rpartition("+")
+    if plus and not (base and last):
+        raise ConfigError(f"'{name}': write a personalizer's name, or BASE+CORRECTION such as tent+label-shift")
     if last not in PERSONALIZERS:
         raise unknown("personalizer", last, PERSONALIZERS)
     found = PERSONALIZERS[last]

@@ -90,7 +90,7 @@ class MLflow:
         self._rounds = run.config.rounds
         experiment = self._client.get_experiment_by_name("upfl")
         where = experiment.experiment_id if experiment else self._client.create_experiment("upfl")
-        found = self._client.search_runs([where], f"tags.folder = '{path.name}'")
+        found = [one for one in self._client.search_runs([where]) if one.data.tags.get("folder") == path.name]
         if found and run.progress.round:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, "RUNNING")

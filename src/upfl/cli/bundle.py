@@ -35,15 +35,25 @@ Data = Annotated[
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", metavar="RUN")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle's folder, a new one.")],
+    add: Annotated[
+        str | None, typer.Option(help="Further personalizers, comma-separated; what they need is fitted now.")
+    ] = None,
 ) -> None:
     """Make a bundle of a run: all that a newcomer needs to personalize, and nothing of the training clients' data.
 
     The state is that of the row with the best validation accuracy, whose personalizer becomes the default.
 
-    Example: upfl export runs/digits-fedtta-paper-s0 -o bundle
+    Examples:
+
+        upfl export runs/digits-fedtta-paper-s0 -o bundle
+
+        upfl export runs/digits-fedavg-paper-s0 -o bundle --add label-shift,auto
     """
-    written = bundle.export(api.Run(run), out)
-    manifest, console = written.manifest, Console(soft_wrap=True)
+    console = Console(soft_wrap=True)
+    names = [name.strip() for name in add.split(",") if name.strip()] if add else []
+    with console.status("fitting what personalizers need" if names else "writing"):
+        written = bundle.export(api.Run(run), out, names)
+    manifest = written.manifest
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     console.print(
         f"[bold]{escape(str(out))}[/bold]: {escape(written.training.title)} on {escape(manifest.task.name)}, "
@@ -60,6 +70,7 @@ def personalize(
     data: Data,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for your own model, a new one.")],
     personalizer: Annotated[str | None, typer.Option(help="One that the bundle carries.  [default: its own]")] = None,
+    architecture: Annotated[str | None, typer.Option(help="Of a federation with models of several sizes.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a model of your own of a bundle, from your images, without labels. Nothing leaves this machine.
@@ -75,7 +86,7 @@ def personalize(
     bundle.require_new(out)
     federation = bundle.Bundle.load(path)
     samples = _read(data, federation.manifest.task)
-    mine = federation.personalize(samples, personalizer)
+    mine = federation.personalize(samples, personalizer, architecture=architecture)
     mine.save(out)
     probabilities = mine.label_distributions_
     _write(out / "predictions.csv", _csv(samples, mine.classes_, probabilities))

@@ -50,6 +50,7 @@ def train(
     score: Annotated[str | None, typer.Option(help="Further personalizers to score, comma-separated.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Any hyper-parameter: inner_lr=0.3.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps.")] = None,
+    vectorize: Annotated[int | None, typer.Option(help="Clients trained side by side, on an accelerator.")] = None,
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="The run folder.  [default: runs/DATASET-METHOD-...]")] = None,
     track: Track = None,
@@ -83,6 +84,7 @@ def train(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         device=device,
+        vectorize=vectorize,
     )
     path = out or default_folder(described)
     with watched(path, f"{described.method}, {described.dataset}", as_json, listed(track)) as observer:
@@ -182,6 +184,11 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
                 f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED,
                 spread(row),
             )
+            for label, scores, clients in by_architecture(row):
+                validation, before, after = (_percent(scores[key]) for key in ("validation", "test_before", "test"))
+                known = scores["test"] is not None
+                gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else "-"
+                table.add_row("", f"  {label}", "", validation, before, after, gain, clients, style="dim")
     console = Console()
     console.print(table)
     for run in runs:
@@ -206,6 +213,9 @@ def markdown_table(runs: list[api.Run]) -> str:
         for row in result["rows"]:
             scores = [score(row, key) for key in ("validation", "test_before", "test", "test_last", "test_best")]
             lines.append(f"| {' | '.join(map(str, [row_title(row['row']), *facts, *scores, spread(row)]))} |")
+            for label, part, clients in by_architecture(row):
+                scores = [_percent(part[key]) for key in ("validation", "test_before", "test")]
+                lines.append(f"| - {' | '.join(map(str, [label, *facts, *scores, '', '', clients]))} |")
     return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
 
 
@@ -213,6 +223,13 @@ def warnings(runs: list[api.Run]) -> list[str]:
     """What everyone who sees these runs' rows should know."""
     shown = dict.fromkeys(row["row"] for run in runs for row in run.result["rows"])
     return [f"{method.title} {method.warning}." for method in ROWS if method.row in shown and method.warning]
+
+
+def by_architecture(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where clients have different models: each architecture with its new clients, its scores, its clients' spread."""
+    for name, scores in row.get("architectures", {}).items():
+        clients = [client for client in row["clients"] if client["architecture"] == name]
+        yield f"{name} ({scores['clients']})", scores, spread({"clients": clients}) if scores["clients"] else "-"
 
 
 def score(row: dict[str, Any], key: str) -> str:
@@ -225,6 +242,10 @@ def spread(row: dict[str, Any]) -> str:
         return NOT_SCORED
     low, middle, high = np.percentile(accuracies, [10, 50, 90])
     return f"{low:.1f} - {middle:.1f} - {high:.1f}"
+
+
+def _percent(score: float | None) -> str:
+    return "-" if score is None else f"{score:.2f}"
 
 
 def _finish(runs: list[api.Run], as_json: bool) -> None:

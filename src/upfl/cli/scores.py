@@ -14,18 +14,22 @@ from rich.table import Table
 
 from upfl.cli.runs import AsJson
 from upfl.engine.folder import RunFolder
-from upfl.engine.score import Newcomers, Score, Scorer, harm
+from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import ConfigError
+from upfl.personalize.oracle import ORACLES
 from upfl.report.statistics import bootstrap
 
 DEFAULT = "none,calibrated,label-shift,tent"
 HARM = 2.0  # points that a client may lose before it counts as harmed
+LARGE = 100  # samples from which on a client is judged by itself; smaller ones are pooled
 
 
 def score(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     names: Annotated[str, typer.Option("--score", help="Personalizers or BASE+CORRECTION, with commas.")] = DEFAULT,
-    oracles: Annotated[bool, typer.Option("--oracles", help="Bounds that know the labels, drawn apart.")] = False,
+    oracles: Annotated[
+        str | None, typer.Option(help=f"Bounds that know the labels, drawn apart: {', '.join(ORACLES)} or all.")
+    ] = None,
     inductive: Annotated[bool, typer.Option("--inductive", help="Personalize on one half, score the other.")] = False,
     sizes: Annotated[str | None, typer.Option(help="Samples of drawn newcomers: 5,20,60,600.")] = None,
     classes: Annotated[str | None, typer.Option(help="Classes of drawn newcomers: 2,5,10.")] = None,
@@ -37,25 +41,32 @@ def score(
 
     Examples:
 
-        upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles --inductive
+        upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles all --inductive
 
         upfl score runs/digits-fedavg-paper-s0 --sizes 5,20,60 --classes 2,5,10
     """
+    wanted = _names(names)
+    if not wanted:
+        raise ConfigError("--score: name at least one personalizer, such as none,label-shift")
+    if out and out.is_dir():
+        raise ConfigError(f"--out {out}: is a folder; give the name of a file")
+    asked_sizes, asked_classes = _numbers(sizes, "--sizes"), _numbers(classes, "--classes")
     console = Console(stderr=True)
     with console.status("reading the run") as status:
 
         def tell(what: str) -> None:
             status.update(escape(what))
 
-        wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-        scorer = Scorer(RunFolder.open(run), wanted, oracles, tell)
+        bounds = list(ORACLES) if oracles == "all" else _names(oracles or "")
+        scorer = Scorer(RunFolder.open(run), wanted, bounds, tell)
         scores = scorer.score(inductive, tell)
         curves = []
-        for count in _numbers(classes, "--classes") or ([2] if sizes else []):
-            for size in _numbers(sizes, "--sizes") or [600]:
+        for count in asked_classes or ([2] if sizes else []):
+            for size in asked_sizes or [600]:
                 tell(f"newcomers with {count} classes and {size} samples")
                 drawn = scorer.score_newcomers(Newcomers(count, size, draws))
-                curves.append({"classes": count, "samples": size, "rows": summaries(drawn)})
+                held = float(np.mean([len(right) for right in drawn[0].right]))  # fewer, where there are no more
+                curves.append({"classes": count, "samples": size, "mean_samples": held, "rows": summaries(drawn)})
     found: dict[str, Any] = {
         "run": str(run),
         "dataset": scorer.config.dataset,
@@ -103,12 +114,14 @@ def summaries(scores: list[Score], clients: bool = False) -> list[dict[str, Any]
     return rows
 
 
-def _against(score: Score, reference: Score) -> dict[str, float]:
+def _against(score: Score, reference: Score) -> dict[str, Any]:
+    """The difference with its interval; harm to each large client, and to all smaller ones together."""
     pairs = harm(score, reference)
     difference = np.array([one["won"] - one["lost"] for one in pairs], np.float64)
     sizes = np.array([one["size"] for one in pairs], np.float64)
     interval = bootstrap([(difference, sizes)])
-    large = [one for one in pairs if one["size"] >= 100]
+    large, small = ([one for one in pairs if (one["size"] >= LARGE) == is_large] for is_large in (True, False))
+    lost, won = (sum(int(one[way]) for one in small) for way in ("lost", "won"))
     harmed = [one for one in large if 100 * (one["lost"] - one["won"]) / one["size"] > HARM and one["p"] < 0.05]
     return {
         "difference": interval.value,
@@ -116,7 +129,18 @@ def _against(score: Score, reference: Score) -> dict[str, float]:
         "high": interval.high,
         "large_clients": len(large),
         "harmed_large_clients": len(harmed),
+        "small_clients": {
+            "clients": len(small),
+            "samples": sum(int(one["size"]) for one in small),
+            "lost": lost,
+            "won": won,
+            "p": mcnemar(lost, won),
+        },
     }
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _numbers(text: str | None, option: str) -> list[int]:
@@ -157,7 +181,10 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     for curve in found["newcomers"]:
         figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])
-        console.print(f"{curve['classes']} classes, {curve['samples']} samples: {figures}", highlight=False)
+        samples = f"{curve['mean_samples']:.4g} samples" + (
+            f" ({curve['samples']} asked for)" if curve["mean_samples"] < curve["samples"] else ""
+        )
+        console.print(f"{curve['classes']} classes, {samples}: {figures}", highlight=False)
 
 
 def _figure(value: float | None) -> str:

@@ -137,7 +137,7 @@ def from_array(array: ArrayLike, shape: Shape, scale: float = 255.0, where: str 
         found = "a value that is not a number" if np.isnan(sample).any() else f"[{sample.min():g}, {sample.max():g}]"
         raise DataError(f"{where}: sample {wrong[0]} has {found}, and {len(wrong)} do not fit: give {kind}")
     names = tuple(str(number) for number in range(len(images)))
-    return Samples(np.ascontiguousarray(images, dtype), largest, names)
+    return Samples(np.array(images, dtype, order="C"), largest, names)
 
 
 def _shapes_in_words(shape: Shape) -> str:

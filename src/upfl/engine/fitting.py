@@ -12,8 +12,8 @@ from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
-from upfl.errors import BadClientError, StoppedError
-from upfl.personalize.fitting import CrossFitted, Fit, Needy, needs_of
+from upfl.errors import BadClientError, ConfigError, StoppedError
+from upfl.personalize.fitting import CrossFitted, Fit, Need, Needy, needs_of
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published
@@ -33,8 +33,7 @@ def fit_needs(
 
     Returns it with facts about each fit, for the metrics.
     """
-    sizes = federation.training.sizes() - federation.training.train_counts
-    ids = [i for i in range(min(len(sizes), limit or len(sizes))) if sizes[i]]
+    _, ids = plan(personalizers, federation, limit)
     clients = [LocalClient(federation, inputs, seed, i, 0) for i in ids]
     return fit_by(lambda key, fit: run(fit, clients, seed, group), personalizers, published, tell)
 
@@ -56,6 +55,21 @@ def fit_by(
     return given, facts
 
 
+def plan(
+    personalizers: Sequence[Needy], federation: Federation, limit: int | None = None
+) -> tuple[dict[str, Need], list[int]]:
+    """What is to be fitted, and on which clients; refuses what cannot be."""
+    needs = needs_of(personalizers)
+    sizes = federation.training.sizes() - federation.training.train_counts
+    ids = [i for i in range(min(len(sizes), limit or len(sizes))) if sizes[i]]
+    if needs and not ids:
+        raise ConfigError(
+            f"'{next(iter(needs))}' is fitted on training clients' validation data, and there is none: "
+            "take a larger partition.validation, or personalizers that need no fit"
+        )
+    return needs, ids
+
+
 def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
     """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
     server = fit.init(generator(seed, "fit", fit.key))
@@ -65,7 +79,7 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
     memory = memories.get(example.id) or fit.memory(example)
     like, _ = fit.finish(server, fit.begin(server, memory, example), example)
     total = FixedPointSum(like, len(clients), fit.scales)
-    left_out = torch.zeros(1, dtype=torch.int64)
+    refused: set[int] = set()
     for round in range(fit.rounds):
         total.reset(len(clients))
         for client in ours:
@@ -79,7 +93,7 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
             try:
                 total.add(up)
             except BadClientError:
-                left_out += 1
+                refused.add(client.id)
         group.sum_(total.buffer)
         total.merged()
         if not total.count:
@@ -87,5 +101,6 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
         server = fit.aggregate(server, total, round)
         if fit.done(server):
             break
+    left_out = torch.tensor([len(refused)])
     group.sum_(left_out)
     return server, int(left_out)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from upfl import data
 from upfl.config import Config
@@ -17,11 +18,11 @@ from upfl.data.federation import ROLES, Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, by_architecture, evaluate
-from upfl.engine.fitting import fit_needs
+from upfl.engine.fitting import fit_needs, plan
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
-from upfl.engine.local import LOSS, train_client, upload_like
+from upfl.engine.local import LOSS, train_clients, upload_like
 from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
@@ -73,7 +74,8 @@ class Engine:
 
     def run(self, observer: Observer | None = None) -> None:
         """From wherever the run stands to its end."""
-        with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), torch.no_grad():
+        precision = matrix_precision(self.config.precision)
+        with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), precision, torch.no_grad():
             self._start()
             if observer:
                 observer.begin(self)
@@ -149,26 +151,35 @@ class Engine:
         """Have clients train, and form the sum of what they send; returns who was left out, and why."""
         failures = torch.zeros(len(participants), dtype=torch.int64)
         total.reset(len(participants))
-        for position, client in self.group.share(list(enumerate(participants))):
+        together = self.config.vectorize  # groups do not depend on the number of workers, nor do their bits
+        for start in self.group.share(range(0, len(participants), together)):
             self.group.check()
-            failures[position] = self._train_client(client, round, total)
+            members = participants[start : start + together]
+            failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
         self.group.sum_(total.buffer)
         self.group.sum_(failures)
         total.merged()
         return {client: LEFT_OUT[int(code)] for client, code in zip(participants, failures, strict=True) if code}
 
-    def _train_client(self, id: int, round: int, total: FixedPointSum) -> int:
-        """Train one client and add what it sends to the sum; returns 0, or the reason why it was left out."""
-        try:
-            up, memory = train_client(self.training, self.progress.server, self.memory(id), self._client(id, round))
-        except BadClientError:
+    def _train_clients(self, ids: Sequence[int], round: int, total: FixedPointSum) -> list[int]:
+        """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""
+        clients = [self._client(id, round) for id in ids]
+        memories = [self.memory(id) for id in ids]
+        results = train_clients(self.training, self.progress.server, memories, clients)
+        return [self._count_in(client, result, total) for client, result in zip(clients, results, strict=True)]
+
+    def _count_in(
+        self, client: LocalClient, result: tuple[Mapping[str, Tensor], State] | BadClientError, total: FixedPointSum
+    ) -> int:
+        if isinstance(result, BadClientError):
             return 1
+        up, memory = result
         try:
             total.add(up)
         except BadClientError:
             return 2
         if self.training.remembers:
-            self.folder.save_memory(id, round, memory)
+            self.folder.save_memory(client.id, client.round, memory)
         return 0
 
     def memory(self, id: int) -> State:
@@ -320,7 +331,10 @@ class _Members(Sequence[State]):
 def assemble(
     config: Config, device: torch.device, federation: Federation | None = None
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-    """What a configuration describes, as objects; a federation whose data come from elsewhere is given."""
+    """What a configuration describes, as objects; refuses what could not be scored after the training.
+
+    A federation whose data come from elsewhere is given.
+    """
     if federation is None:
         source = data.load(config.dataset)
         federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
@@ -336,10 +350,13 @@ def assemble(
         public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
     )
     training = kind(task, config.training_hyper())
+    if config.vectorize > 1 and not training.vectorizes:
+        raise ConfigError(f"vectorize = {config.vectorize}: {training.name} trains one client at a time; leave it at 1")
     personalizers = {
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()
     }
+    plan(list(personalizers.values()), federation, config.evaluate_clients)
     return federation, inputs, training, personalizers
 
 
@@ -353,6 +370,18 @@ def checked_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device '{name}' cannot be used on this machine: {reason}. Take --device cpu") from error
     return device
+
+
+@contextmanager
+def matrix_precision(name: str) -> Iterator[None]:
+    """How products of float32 matrices may be computed, where the device has a faster way; all else stays float32."""
+    backends: Any = torch.backends  # whose stubs do not know the field
+    before = backends.fp32_precision
+    backends.fp32_precision = "ieee" if name == "float32" else name
+    try:
+        yield
+    finally:
+        backends.fp32_precision = before
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 from torch import Tensor
 
 from upfl.engine.clients import newcomer, validation_client
@@ -25,7 +24,7 @@ from upfl.engine.rounds import Engine, one_thread
 from upfl.errors import ConfigError
 from upfl.methods import make_personalizer
 from upfl.personalize.base import Personalizer, Unlabelled
-from upfl.personalize.oracle import Oracle, fitting_oracles
+from upfl.personalize.oracle import Oracle, make_oracles
 from upfl.randomness import generator, seed_of
 
 Tell = Callable[[str], None]
@@ -62,14 +61,14 @@ class Scorer:
     """A run's last state, with what the given personalizers and oracles need."""
 
     def __init__(
-        self, folder: RunFolder, names: Sequence[str], oracles: bool = False, tell: Tell = lambda what: None
+        self, folder: RunFolder, names: Sequence[str], oracles: Sequence[str] = (), tell: Tell = lambda what: None
     ) -> None:
         self.engine = Engine.standing(folder)
         self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.inputs
         self.personalizers = {
             name: make_personalizer(name, self.engine.training, self.config.personalizer_hyper(name)) for name in names
         }
-        self.oracles: list[Oracle] = fitting_oracles(self.engine.training) if oracles else []
+        self.oracles: list[Oracle] = make_oracles(oracles, self.engine.training)
         with one_thread(), torch.no_grad():
             self.given, self.facts = fit_needs(
                 [*self.personalizers.values(), *self.oracles],
@@ -174,4 +173,6 @@ def harm(score: Score, reference: Score) -> list[dict[str, float]]:
 
 def mcnemar(lost: int, won: int) -> float:
     """The two-sided exact p of McNemar's test: a fair coin's for so uneven a split."""
+    from scipy.stats import binomtest  # here, because it takes most of a second to import
+
     return float(binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0

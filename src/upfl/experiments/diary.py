@@ -21,7 +21,6 @@ from upfl.methods import row_name
 from upfl.personalize.base import Personalizer, Unlabelled, entropy
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.tent import Tent
-from upfl.state import select
 from upfl.training.base import Published
 
 FILE = "diary.json"
@@ -63,7 +62,7 @@ def _steps(
             yield personalized.logits, personalized.diary.loss[-1]
         return
     assert isinstance(personalizer, OneStep | EarlyStopped)
-    psi, phi = personalizer.training.start(published, client.x, None), select(published.state, "phi")
+    psi, phi = personalizer.training.guided(published, client, None)
     for _ in range(steps + 1):
         logits, loss, psi = personalizer.step(phi, psi, client.x, published.round)
         yield logits, loss

@@ -62,7 +62,9 @@ def plan(
                     partition_seed=partition_seed,
                     **options,
                 )
-                name = "-".join([dataset, training, *swept, f"s{seed}", f"p{partition_seed}"])
+                name = "-".join(
+                    [dataset, training, *(s.replace("_=", "=") for s in swept), f"s{seed}", f"p{partition_seed}"]
+                )
                 jobs.append(Job(name, config, _other_newcomers(experiment, config), experiment.diary_steps))
     return jobs
 

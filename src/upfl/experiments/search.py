@@ -19,16 +19,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
+import torch
 
 from upfl.config import Config, configure, read_toml
 from upfl.engine.folder import RunFolder, write_file
 from upfl.errors import ConfigError, RunError, UpflError
 from upfl.methods import personalizer_class, plugins, resolve, row_name, training_class
+from upfl.randomness import generator, seed_of
 from upfl.suggest import unknown
 
 if TYPE_CHECKING:
@@ -154,19 +157,15 @@ class Search:
             raise RunError(f"{self.folder}: the folder is not empty; choose another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(description, tomli_w.dumps(self.describe()).encode())
-        seed = int(self.options.get("seed") or 0)
-        sampler: Any = (
-            optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-            if self.size is None
-            else optuna.samplers.GridSampler({key: choice.grid for key, choice in self.choices.items()}, seed=seed)
-        )
         study: Any = optuna.create_study(
             study_name="search",
             storage=f"sqlite:///{(self.folder / 'search.db').resolve()}",
-            sampler=sampler,
             direction="maximize",
             load_if_exists=True,
         )
+        # A sampler that started from the same seed again would propose what it has proposed before.
+        seed = seed_of(self.options.get("seed") or 0, "search", len(study.get_trials(deepcopy=False))) % 2**32
+        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
             if trial.params.keys() == self.choices.keys():
@@ -174,8 +173,21 @@ class Search:
         return study
 
     def ask(self, study: optuna.Study) -> tuple[optuna.Trial, dict[str, Any]]:
+        """The next trial: one that waits to be tried again, a point of the grid, or what Optuna proposes."""
+        if self.size is not None:
+            trials = study.get_trials(deepcopy=False)
+            if not any(trial.state == import_optuna().trial.TrialState.WAITING for trial in trials):
+                tried = [trial.params for trial in trials]
+                study.enqueue_trial(next(point for point in self._grid() if point not in tried))
         trial = study.ask()
         return trial, {key: self._suggest(trial, key, choice) for key, choice in self.choices.items()}
+
+    def _grid(self) -> Iterator[dict[str, Any]]:
+        """The points of the grid, in an order drawn from the seed: a search that is cut short has looked everywhere."""
+        points = list(product(*(choice.grid for choice in self.choices.values())))
+        draw = generator(self.options.get("seed") or 0, "grid")
+        for place in torch.randperm(len(points), generator=draw).tolist():
+            yield dict(zip(self.choices, points[place], strict=True))
 
     def _suggest(self, trial: optuna.Trial, key: str, choice: Choice) -> Any:
         if self.size is not None:
@@ -211,9 +223,8 @@ def run(search: Search, trials: int, parallel: int = 1) -> Iterator[Tried]:
         wanted = min(trials, search.size or trials)
         running: dict[Future[str], tuple[Any, dict[str, Any]]] = {}
         while True:
-            done = sum(
-                trial.value is not None or ERROR in trial.user_attrs for trial in study.get_trials(deepcopy=False)
-            )
+            tried = study.get_trials(deepcopy=False)
+            done = sum(trial.value is not None or ERROR in trial.user_attrs for trial in tried)
             while len(running) < parallel and done + len(running) < wanted:
                 trial, values = search.ask(study)
                 running[pool.submit(processes.train, search, values)] = (trial, values)

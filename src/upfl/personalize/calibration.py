@@ -8,7 +8,8 @@ whose loss, gradient and Hessian are sums over clients. A step that does not low
 
     pi = mean p over that data        with b free, the label frequencies there; what p is a posterior for
 
-Settled: a is drawn to 1 with the weight of one sample, without which it has no bound where every prediction is right.
+Settled: a is drawn to 1 with the weight of one sample, without which it has no bound where every prediction is right,
+and stays above 0: where predictions mislead, it is held at 1e-3 and b goes on alone, so that pi is right nevertheless.
 b is drawn to 0 with weight 1e-3 a sample from 62 classes on, where validation data is too thin to fit it freely, 1e-6
 below. pi is smoothed by 1e-4 and 1e-6 accordingly.
 """
@@ -33,6 +34,8 @@ from upfl.state import State, select
 from upfl.training.base import Client, Hyper, Published, Total, Training
 
 MANY_CLASSES = 62
+LEAST_SCALE = 1e-3
+ROUNDING = 2.0**-24  # of a difference of mean losses: in the sum, each client's is off by half of 2^-24 at most
 
 
 class Calibration(Fit):
@@ -79,10 +82,14 @@ class Calibration(Fit):
         hessian = total["hessian"] / count.view(-1, 1, 1) + torch.diag_embed(weight)
         hessian[:, 1:, 1:] += 1  # b's mean does not show in p: keep it where it is
 
-        better = loss <= server["loss"]
+        better = loss <= server["loss"] + ROUNDING
         step = -torch.linalg.solve(hessian, gradient)
-        # a stays positive
-        longest = torch.where(step[:, 0] < 0, 0.9 * server["point"][:, 0] / -step[:, 0], 1.0).clamp(max=1)
+        scale = server["point"][:, 0]
+        held = (scale < 1.01 * LEAST_SCALE) & (step[:, 0] < 0)
+        hessian[held, 0, 1:] = hessian[held, 1:, 0] = 0
+        gradient[held, 0] = 0
+        step = -torch.linalg.solve(hessian, gradient)
+        longest = torch.where(step[:, 0] < 0, (scale - LEAST_SCALE) / -step[:, 0], 1.0).clamp(max=1)
         row = better.unsqueeze(1)
         theta = torch.where(row, server["point"], server["theta"])
         direction = torch.where(row, step, server["direction"])

@@ -12,7 +12,8 @@ The gate. Evidence alone is fooled by feature shift: unlike inputs look like an 
 weak a prior is justified: each training client plays the newcomer on its validation split, with the calibration fitted
 on other clients, and counts the negative log-likelihood of its labels for each s_min. The least sum wins; within one
 standard error of it (of the paired difference, over clients) the largest s_min. The newcomer's evidence may choose less
-adaptation than the training clients justify, never more.
+adaptation than the training clients justify, never more. Labels that those other clients do not have are not counted:
+no mix can give them a probability, and each would outweigh hundreds of others.
 
 `prior = "mixture"` adds to the grid a mixture of Dirichlets fitted to the training clients' label counts, where it
 predicts those clients' labels better than the grid does: classes that come in families. What the server learns from it,
@@ -95,7 +96,8 @@ class LabelShift(Correction[LabelShiftHyper]):
     def _explained(self, menu: int, weights: Tensor) -> str:
         unadapted = float(weights[-1])
         if menu == -1:
-            return "the calibrated model, because training clients justify no adaptation of the class mix"
+            why = "training clients justify" if self.hyper.gate is None else "the configured gate allows"
+            return f"the calibrated model, because {why} no adaptation of the class mix"
         allowed = "a mixture of class families" if menu < -len(MENUS) else f"prior strengths from {MENUS[menu]:g} on"
         why = "justified by training clients" if self.hyper.gate is None else "as configured"
         grid = weights[-len(MENUS) : -1]
@@ -124,10 +126,11 @@ class Gate(Fit):
         calibrator = Calibrator.of(published, self.personalizer.base.name)
         base = self.personalizer.base.personalize(published, newcomer)
         posterior, menus = self.personalizer.posterior(calibrator.log_posterior(base.logits), calibrator, published)
-        chosen = posterior.r[:, torch.arange(len(y)), y]  # [priors, n]
+        known = calibrator.confusion.sum(0)[y] > 0
+        chosen = posterior.r[:, torch.arange(len(y)), y][:, known]  # [priors, n]
         weights = (posterior.evidence + menus).softmax(1)
         losses = -(weights @ chosen).clamp(min=1e-12).log().sum(1)
-        return {"gain": losses - losses[-1], "samples": torch.tensor(len(y))}
+        return {"gain": losses - losses[-1], "samples": known.sum()}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         taking, gain = takes_part(client.id), carry["gain"]

@@ -12,7 +12,7 @@ holds them, no run trains or selects by them, no bundle carries them; `upfl scor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.personalize.base import Unlabelled, all_logits, entropy, summed_gradient
+from upfl.errors import ConfigError
+from upfl.personalize.base import Unlabelled, all_logits, chunks, entropy, summed_gradient
 from upfl.personalize.calibration import Calibration, Calibrator
 from upfl.personalize.fedtta import OneStep
 from upfl.personalize.fitting import Need
 from upfl.personalize.nothing import Nothing
 from upfl.state import State
+from upfl.suggest import unknown
 from upfl.training.base import Published, Training
 from upfl.training.local import sgd_
 
@@ -121,7 +123,7 @@ class HalfSupervised(Oracle):
         labels = y.to(client.x.device)
         for epoch in range(EPOCHS):
             shuffled = known[torch.randperm(len(known), generator=client.generator(f"half {epoch}"))]
-            for part in torch.split(shuffled, 64):
+            for part in chunks(shuffled, 64):
                 cross_entropy = partial(F.cross_entropy, target=labels[part], reduction="none")
                 _, _, gradient = summed_gradient(cross_entropy, training.logits, psi, client.x[part])
                 scaled = {name: value / len(part) for name, value in gradient.items()}
@@ -132,5 +134,10 @@ class HalfSupervised(Oracle):
 ORACLES: dict[str, type[Oracle]] = {kind.name: kind for kind in (TruePrior, TrueLabels, BestStep, HalfSupervised)}
 
 
-def fitting_oracles(training: Training[Any]) -> list[Oracle]:
-    return [kind(training) for kind in ORACLES.values()] if Nothing.why_not(training) is None else []
+def make_oracles(names: Sequence[str], training: Training[Any]) -> list[Oracle]:
+    if names and (reason := Nothing.why_not(training)):
+        raise ConfigError(f"oracles do not fit training '{training.name}': {reason}")
+    for name in names:
+        if name not in ORACLES:
+            raise unknown("oracle", name, ORACLES)
+    return [ORACLES[name](training) for name in names]

@@ -38,11 +38,15 @@ class Stream:
 
     def add(self, x: Tensor) -> Tensor:
         """Take in samples; returns their posteriors, in the light of all that came so far."""
+        if not len(x):
+            return torch.empty(0, len(self.calibrator.prior))
         logits = self.model.logits(x).cpu()
         self.scores = torch.cat([self.scores, logits.to(self.scores)])
         return self.personalized().logits[len(self.scores) - len(x) :].softmax(1)
 
     def personalized(self) -> Personalized:
         """All samples so far, and a predictor for others."""
+        if not len(self):
+            raise ConfigError("no sample has come yet: there is nothing to personalize on")
         base = Personalized(self.scores, self.scores, self.model, Diary(decision="the published model, unchanged"))
         return self.personalizer.corrected(base, self.published)

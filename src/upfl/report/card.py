@@ -22,6 +22,7 @@ def federation_card(manifest: FederationManifest) -> str:
         "",
         *_input_lines(task),
         "",
+        *_architecture_lines(manifest),
         "## Personalizers",
         *(
             f"- `{name}`: {personalizer_class(name).title}{' (the default)' if name == manifest.default else ''}"
@@ -47,6 +48,8 @@ def federation_card(manifest: FederationManifest) -> str:
     lines += ["## Training", *(f"- {key}: {_in_words(value)}" for key, value in facts.items()), ""]
     fitted = f"; fitted after training, from sums over clients: {', '.join(manifest.fitted)}" if manifest.fitted else ""
     lines += ["## What is in it", f"Model parameters{fitted}. No sample and no label of any client."]
+    if manifest.public:
+        lines.append(f"{manifest.public} public, unlabelled images, which everyone in the federation has.")
     if manifest.members:
         lines += [
             "",
@@ -94,6 +97,12 @@ def _input_lines(task: TaskSection) -> list[str]:
         f"Images of {height} x {width} pixels (height x width), {colours}, to {len(task.classes)} classes:",
         f"{', '.join(task.classes)}.",
     ]
+
+
+def _architecture_lines(manifest: FederationManifest) -> list[str]:
+    if not manifest.architectures:
+        return []
+    return [f"A newcomer chooses the size of its model (`--architecture`): {', '.join(manifest.architectures)}.", ""]
 
 
 def _in_words(value: Any) -> str:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from upfl.config import Config
 from upfl.engine.folder import RunFolder
@@ -16,6 +16,9 @@ from upfl.errors import RunError, UpflError
 
 OWN = {"failures", "tensorboard", "best", "memory", "newcomers", "trials"}  # folders that other parts of upfl write
 MARK = "index.html"  # a folder with this file is a report
+
+
+Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class _Read(BaseModel):
@@ -27,16 +30,22 @@ class _Read(BaseModel):
 class ClientScore(_Read):
     client: int = Field(ge=0)
     kind: Literal["training", "new"]
-    accuracy: float
-    before: float
+    accuracy: Percent
+    before: Percent
     size: int = Field(ge=1)
 
 
 class NewRow(_Read):
     row: str
-    test: float
-    test_before: float
+    test: Percent
+    test_before: Percent
     clients: tuple[ClientScore, ...]
+
+    @model_validator(mode="after")
+    def _has_new_clients(self) -> Self:
+        if not self.new_clients:
+            raise ValueError("there is no new client")
+        return self
 
     @property
     def new_clients(self) -> dict[int, ClientScore]:
@@ -44,9 +53,9 @@ class NewRow(_Read):
 
 
 class Row(NewRow):
-    validation: float
-    test_last: float
-    test_best: float
+    validation: Percent
+    test_last: Percent
+    test_best: Percent
     best_round: int
 
 
@@ -58,9 +67,9 @@ class Result(_Read):
 
 
 class RoundRow(_Read):
-    validation: float
-    test: float
-    test_before: float
+    validation: Percent
+    test: Percent
+    test_before: Percent
 
 
 class Round(_Read):
@@ -79,7 +88,7 @@ class Round(_Read):
 class Newcomers(_Read):
     """A run's rows on other new clients."""
 
-    changes: dict[str, Any]
+    changes: dict[str, float]  # of the partition
     rows: tuple[NewRow, ...]
 
 
@@ -87,9 +96,15 @@ class DiaryEntry(_Read):
     row: str
     client: int
     samples: int
-    accuracy: tuple[float, ...]
+    accuracy: tuple[float, ...] = Field(min_length=1)
     loss: tuple[float, ...]
     entropy: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _same_steps(self) -> Self:
+        if not len(self.accuracy) == len(self.loss) == len(self.entropy):
+            raise ValueError("accuracy, loss and entropy do not have the same number of steps")
+        return self
 
 
 @dataclass(frozen=True)
@@ -150,10 +165,18 @@ def _read(path: Path) -> RunData:
     rounds = _parsed(tuple[Round, ...], folder.metrics(), path / "metrics.jsonl")
     if len(rounds) != result.rounds:
         raise RunError(f"{path}: metrics.jsonl has {len(rounds)} rounds, and result.json says {result.rounds}")
-    newcomers = [_parsed(Newcomers, _json(file), file) for file in sorted(path.glob("newcomers/*.json"))]
+    newcomers = [_newcomers(config, file) for file in sorted(path.glob("newcomers/*.json"))]
     diary = path / "diary.json"
     diaries = _parsed(tuple[DiaryEntry, ...], _json(diary), diary) if diary.exists() else ()
     return RunData(path, config, result, rounds, tuple(folder.sessions()), tuple(newcomers), diaries)
+
+
+def _newcomers(config: Config, file: Path) -> Newcomers:
+    found = _parsed(Newcomers, _json(file), file)
+    config.partition.revised(found.changes)  # raises for what does not fit
+    if not all(isinstance(getattr(config.partition, key), float) for key in found.changes):
+        raise RunError(f"{file}: damaged (changes: {found.changes})")
+    return found
 
 
 def _failure(path: Path) -> str:

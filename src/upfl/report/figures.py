@@ -75,10 +75,10 @@ def inline(svg: str, name: str, caption: str) -> str:
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", body).replace(INK, "currentColor")
-    title = f'<svg role="img" aria-label="{caption}" '
-    return re.sub(
-        r'(<svg role[^>]*?) width="[^"]*pt" height="[^"]*pt"', r"\1", body.replace("<svg ", title, 1), count=1
-    )
+    body = re.sub(r' (?:width|height)="[^"]*pt"', "", body, count=2)
+    # As wide as the page, but not so wide that its letters become larger than the page's.
+    width = 1.5 * float(re.findall(r'viewBox="0 0 ([\d.]+)', body)[0])
+    return body.replace("<svg ", f'<svg role="img" aria-label="{caption}" style="max-width:{width:.0f}px" ', 1)
 
 
 def colour(lines: Sequence[Line], line: Line) -> Any:
@@ -136,6 +136,7 @@ def client_changes(setting: Setting) -> Figure | None:
     lines = [line for line in setting.lines if not np.array_equal(*line.clients())]
     if not lines:
         return None
+    lowest = min(float(min(values.min() for values in line.clients())) for line in lines)
     across = min(5, len(lines))
     down = -(-len(lines) // across)
     figure = styled(max(5.0, 2.2 * across), 0.5 + 2.3 * down)
@@ -155,13 +156,13 @@ def client_changes(setting: Setting) -> Figure | None:
         panel.set_xticks([])
         panel.grid(axis="x", visible=False)
         panel.spines["bottom"].set_visible(False)
-        panel.set_ylim(-3, 103)
+        panel.set_ylim(10 * (lowest // 10) - 3, 103)
     for panel in panels[::across]:
         panel.set_ylabel("accuracy, %")
     return figure
 
 
-def client_differences(setting: Setting, reference: str) -> Figure | None:
+def client_differences(setting: Setting, reference: str | None) -> Figure | None:
     """Each new client's difference to the reference row."""
     base = setting.reference(reference)
     lines = [line for line in setting.lines if base and line is not base and len(line.client_differences(base))]

@@ -21,7 +21,7 @@ def markdown(table: Table) -> str:
         f"|{'|'.join('---' if column.text else '---:' for column in table.columns)}|",
         *(f"| {' | '.join(_markdown_cell(cell) for cell in row)} |" for row in table.rows),
     ]
-    notes = [f"\n{_markdown_text(note.replace('*', ''))}" for note in table.notes]
+    notes = [f"\n{_markdown_text(note)}" for note in table.notes]
     return "\n".join([*lines, *notes]) + "\n"
 
 
@@ -33,7 +33,7 @@ def _markdown_cell(cell: Cell) -> str:
 
 
 def _markdown_text(text: str) -> str:
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text.replace("\n", " "))
+    return re.sub(r"([\\`*_|<>])", r"\\\1", text.replace("\n", " ")).replace("](", r"]\(")
 
 
 def latex(table: Table) -> str:
@@ -116,7 +116,7 @@ def html(table: Table) -> str:
         f"<tr>{''.join(_html_cell(cell, column) for cell, column in zip(row, table.columns, strict=True))}</tr>\n"
         for row in table.rows
     )
-    notes = "".join(f"<p class=note>{_emphasis(escape(note))}</p>" for note in table.notes)
+    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in table.notes)
     return (
         f'<div class="scroll"><table id="{escape(table.name)}"><thead>{groups}<tr class="h">{head}</tr></thead>'
         f"<tbody>\n{body}</tbody></table></div>{notes}"
@@ -134,10 +134,6 @@ def _html_cell(cell: Cell, column: Column) -> str:
             break
     aside = f"<small>{escape(cell.aside)}</small>" if cell.aside else ""
     return f'<td class="{kind}" data-value="{value}">{text}{aside}</td>'
-
-
-def _emphasis(text: str) -> str:
-    return re.sub(r"\*(\w+)\*", r"<em>\1</em>", text)
 
 
 def _groups(columns: list[Column]) -> Groups:

@@ -115,15 +115,18 @@ class Setting:
         """Whether the scale is that of the paper's experiments, so that its figures may be compared with."""
         config = self.config
         scale = (config.clients_per_round, config.evaluate_clients, config.rounds, config.model)
-        return scale == (None, None, paper()["rounds"][self.dataset], paper_model(self.dataset))
+        return scale == (None, None, paper()["rounds"].get(self.dataset), paper_model(self.dataset))
 
     def figure(self, row: str) -> Figure | None:
         return paper_figure(self.dataset, self.partition, row)
 
-    def reference(self, name: str) -> Line | None:
-        return next((line for line in self.lines if line.row == name), None)
+    def reference(self, name: str | None) -> Line | None:
+        """The line of a row; without a name, the first of the plain ones that there is."""
+        named = {line.row: line for line in reversed(self.lines)}
+        return next((named[row] for row in ([name] if name else PLAIN) if row in named), None)
 
 
+PLAIN = ("fedavg", "hetero-tent", "tent")
 DATASETS = {
     "digits": "Digits",
     "mnist": "MNIST",
@@ -197,6 +200,8 @@ def _by_partition(values: dict[Seeds, Any]) -> dict[int, dict[int, Any]]:
 
 
 def describe_model(model: ModelConfig) -> str:
+    if model.sizes:
+        return f"models of the sizes {', '.join(model.sizes)}"
     width = f", {model.width:g} times the channels" if model.name == "convnet" and model.width != 1 else ""
     return f"{'MLP' if model.name == 'mlp' else 'ConvNet'} with {model.hidden} hidden units{width}"
 

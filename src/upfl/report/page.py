@@ -9,6 +9,7 @@ Every text that comes from a run folder is escaped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -36,7 +37,7 @@ class Report:
     figures: dict[str, tuple[str, bytes]] = field(default_factory=dict)  # name: SVG, PNG
 
 
-def write_report(runs: Iterable[Path], out: Path, reference: str = "fedavg") -> Report:
+def write_report(runs: Iterable[Path], out: Path, reference: str | None = None) -> Report:
     """Write a report on the runs in these folders; what cannot be shown is named in it."""
     collected = collect(runs)
     settings = arrange(collected)
@@ -44,7 +45,7 @@ def write_report(runs: Iterable[Path], out: Path, reference: str = "fedavg") -> 
         reasons = "".join(f"\n  {path}: {reason}" for path, reason in collected.left_out)
         raise RunError(f"there is no finished run to report on{reasons}")
     rows = dict.fromkeys(line.row for setting in settings for line in setting.lines)
-    if reference not in rows and reference != "fedavg":
+    if reference and reference not in rows:
         raise unknown("reference row", reference, rows)
     report = Report(settings, collected)
     content = _page(report, reference)
@@ -60,7 +61,7 @@ def write_report(runs: Iterable[Path], out: Path, reference: str = "fedavg") -> 
     return report
 
 
-def _page(report: Report, reference: str) -> str:
+def _page(report: Report, reference: str | None) -> str:
     called = names(report.collected.runs)
     stems = _stems(report.settings)
     overview = _table(report, tables.overview_table(report.settings)) if len(report.settings) > 1 else ""
@@ -101,12 +102,11 @@ def _page(report: Report, reference: str) -> str:
 
 def _stems(settings: Sequence[Setting]) -> list[str]:
     """Names for a setting's files: the data set, numbered where it comes more than once."""
-    found: list[str] = []
-    for setting in settings:
-        count = sum(other.dataset == setting.dataset for other in settings)
-        earlier = sum(stem.rpartition("-")[0] == setting.dataset for stem in found)
-        found.append(f"{setting.dataset}-{earlier + 1}" if count > 1 else setting.dataset)
-    return found
+    plain = [re.sub(r"\W", "_", setting.dataset) for setting in settings]
+    return [
+        f"{name}-{plain[: place + 1].count(name)}" if plain.count(name) > 1 else name
+        for place, name in enumerate(plain)
+    ]
 
 
 def _short(settings: Sequence[Setting], setting: Setting) -> str:
@@ -115,7 +115,7 @@ def _short(settings: Sequence[Setting], setting: Setting) -> str:
     return setting.title if len(same) == 1 else f"{setting.title} ({chr(ord('a') + number)})"
 
 
-def _cards(settings: Sequence[Setting], stems: Sequence[str], reference: str) -> Iterable[str]:
+def _cards(settings: Sequence[Setting], stems: Sequence[str], reference: str | None) -> Iterable[str]:
     """The best row of each setting, at a glance."""
     for setting, stem in zip(settings, stems, strict=True):
         best = max(setting.lines, key=lambda line: line.mean(lambda row: row.test))
@@ -130,7 +130,7 @@ def _cards(settings: Sequence[Setting], stems: Sequence[str], reference: str) ->
         )
 
 
-def _setting(report: Report, setting: Setting, stem: str, reference: str) -> str:
+def _setting(report: Report, setting: Setting, stem: str, reference: str | None) -> str:
     parts = [
         f'<section id="{escape(stem)}"><h2>{escape(_short(report.settings, setting))}</h2>',
         f"<p class=note>{escape(setting.description)}.</p>",

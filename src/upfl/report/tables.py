@@ -62,7 +62,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
 
-def setting_table(setting: Setting, name: str, reference: str) -> Table:
+def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
     """A setting's rows: validation, before and after, against the reference, beside the paper."""
     base = setting.reference(reference)
     figures = {line.row: setting.figure(line.row) for line in setting.lines}
@@ -93,7 +93,7 @@ def setting_table(setting: Setting, name: str, reference: str) -> Table:
         row.append(Cell(len(line.runs), digits=0))
         rows.append(row)
     _mark(rows, [1, 3])
-    notes = [f"{setting.title}: {setting.description}. Percent; new clients' accuracy is *Test*."]
+    notes = [f"{setting.title}: {setting.description}. Percent; test is the accuracy on new clients."]
     if compare and not setting.is_the_papers:
         notes.append("The scale is not the paper's, so its figures are for orientation only.")
     elif compare:
@@ -204,7 +204,7 @@ def newcomers_table(setting: Setting, name: str, variable: str) -> Table:
     return Table(name, f"{setting.title}: other new clients", columns, rows, notes)
 
 
-def clients_table(setting: Setting, name: str, reference: str) -> Table:
+def clients_table(setting: Setting, name: str, reference: str | None) -> Table:
     """Who gained and who lost."""
     base = setting.reference(reference)
     columns = [Column("Method", text=True)]

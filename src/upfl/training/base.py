@@ -187,6 +187,7 @@ H = TypeVar("H", bound=Hyper)
 class Stage(ABC, Generic[H]):
     """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
+    vectorizes: ClassVar[bool] = False  # whether torch.func.vmap over clients is tested for its steps
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
 
@@ -240,6 +241,11 @@ class Training(Stage[H]):
 
         Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
+
+    @property
+    def client_models(self) -> Mapping[str, Model]:
+        """The prediction models that clients may have, by the name of their architecture."""
+        return {"": self.model}
 
     def logits(self, params: State, x: Tensor) -> Tensor:
         """What a client's model says about x, as a differentiable function of its parameters.

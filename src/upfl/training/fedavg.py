@@ -7,6 +7,7 @@ Settled: SGD with weight decay 1e-4, gradient norm clipped to 10, rates times 0.
 clients (the paper's 1/M), `aggregation = "samples"` weights by sample count as the authors' code does.
 """
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -23,7 +24,9 @@ class FedAvg(LocalTraining[FedAvgHyper]):
     name = "fedavg"
     title = "FedAvg"
     Hyper = FedAvgHyper
+    vectorizes = True
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi = self.hyper, select(carry, "psi")
         trace = self.model.trace(psi, batch.x)

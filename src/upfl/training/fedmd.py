@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.errors import ConfigError
+from upfl.models import Model
 from upfl.personalize.base import Personalizer
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import (
@@ -96,8 +97,9 @@ class FedMD(Training[D]):
     def phases(self, round: int) -> tuple[Phase, ...]:
         hyper = self.hyper
         batches = hyper.digest_epochs * -(-len(self.public) // hyper.digest_batch)
-        digest = Phase(self.digest, batches, hyper.digest_batch, "public")
-        revisit = Phase(self.revisit, hyper.iterations, hyper.batch_size)
+        student = next(iter(self.students.values()))  # every architecture's step costs as many passes of its own model
+        digest = Phase(self.digest, batches, hyper.digest_batch, "public", cost=student.digest.step_cost)
+        revisit = Phase(self.revisit, hyper.iterations, hyper.batch_size, cost=student.revisit.step_cost)
         return (digest, revisit) if round else (revisit,)
 
     def begin(self, server: State, memory: State, client: Client) -> State:
@@ -153,6 +155,10 @@ class FedMD(Training[D]):
                     batch = Batch(x, torch.zeros_like(index), index=index)
                     carry, _ = student.digest.step(carry, batch, published.round)
         return {name: carry[name] for name in fresh}
+
+    @property
+    def client_models(self) -> dict[str, Model]:
+        return {name: student.revisit.model for name, student in self.students.items()}
 
     def logits(self, params: State, x: Tensor) -> Tensor:
         return self._student_of(params).revisit.logits(params, x)

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.state import State, prefixed, select
+from upfl.state import State, combined, prefixed, select
 from upfl.training.base import Batch, Client
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.local import cross_entropy, sgd_
@@ -31,12 +31,14 @@ class FedProx(FedAvg):
         received = self.model.layout(select(server, "psi"))
         return super().begin(server, memory, client) | prefixed("received", received)
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        if not self.hyper.mu:
+            return super().step(carry, batch, round)
         hyper, psi, received = self.hyper, select(carry, "psi"), select(carry, "received")
         trace = self.model.trace(psi, batch.x)
         loss, dz = cross_entropy(trace.output, batch)
-        gradient = trace.backward(dz)
-        away = torch._foreach_sub([psi[name] for name in gradient], [received[name] for name in gradient])
-        torch._foreach_add_(list(gradient.values()), away, alpha=hyper.mu)
+        away = combined(list(psi.values()), hyper.mu, [received[name] for name in psi], -hyper.mu)
+        gradient = trace.backward(dz, plus=(dict(zip(psi, away, strict=True)), 1.0))
         sgd_(psi, gradient, hyper.rate(hyper.lr, round), hyper.weight_decay, hyper.clip)
         return carry, loss

@@ -28,7 +28,7 @@ from upfl.models import Conv, Layer, Linear, Model, Relu
 from upfl.randomness import generator as named_generator
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Noise, Phase, Task
-from upfl.training.local import clip_, gradients, sgd_
+from upfl.training.local import gradients, sgd_
 
 SAMPLES = 20
 
@@ -71,11 +71,7 @@ class FedSR(LocalTraining[FedSRHyper]):
         psi, own, momentum = select(carry, "psi"), select(carry, "own"), select(carry, "momentum")
         loss, gradient = gradients(lambda params: self.loss(params, batch), prefixed("psi", psi) | prefixed("own", own))
         sgd_(psi, select(gradient, "psi"), lr, hyper.weight_decay, hyper.clip)
-        steps = [gradient[f"own.{name}"] for name in own]
-        clip_(steps, hyper.clip)
-        torch._foreach_mul_(list(momentum.values()), hyper.momentum)
-        torch._foreach_add_(list(momentum.values()), steps)
-        torch._foreach_add_(list(own.values()), list(momentum.values()), alpha=-lr)
+        sgd_(own, select(gradient, "own"), lr, 0.0, hyper.clip, (hyper.momentum, momentum))
         return carry, loss
 
     def loss(self, params: State, batch: Batch) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from upfl.models import adaptation_model
 from upfl.state import State, prefixed, select
 from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Published, Task, Unlabelled
-from upfl.training.local import clip_, cross_entropy, divergence, sgd_
+from upfl.training.local import cross_entropy, divergence, sgd_
 
 
 class FedTTAHyper(LocalHyper):
@@ -48,6 +48,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     name = "fedtta"
     title = "FedTTA"
     Hyper = FedTTAHyper
+    vectorizes = True
 
     def __init__(self, task: Task, hyper: FedTTAHyper) -> None:
         super().__init__(task, hyper)
@@ -60,6 +61,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         carry = super().carry(models)
         return carry | {f"momentum.{name}": torch.zeros_like(value) for name, value in select(carry, "phi").items()}
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi, phi, momentum = self.hyper, select(carry, "psi"), select(carry, "phi"), select(carry, "momentum")
         inner_lr = hyper.rate(hyper.inner_lr, round)
@@ -70,9 +72,9 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         s = g.output if batch.mask is None else g.output * batch.mask.unsqueeze(1)
         l_per = (s.square().sum() + 1e-12).sqrt()
         direction = s / l_per
-        psi_tilde = base.backward(g.backward_to_input(direction), plus=(psi, shrink), factor=-inner_lr)
+        inner = base.backward(g.backward_to_input(direction))
 
-        personalized = self.model.trace(psi_tilde, batch.x)
+        personalized = base.moved(inner, -inner_lr, shrink)  # at psi~
         loss, dz = self.fit(carry, personalized.output, batch)
         v = personalized.backward(dz)
 
@@ -86,10 +88,11 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         elif dz_penalty is not None:
             grad_psi = base.backward(dz_penalty, plus=(v, shrink))
         else:
-            grad_psi = {name: value * shrink for name, value in v.items()}
+            grad_psi = v.times(shrink)
 
         sgd_(psi, grad_psi, hyper.rate(hyper.outer_lr, round), hyper.weight_decay, hyper.clip)
-        self._step_phi(phi, momentum, grad_phi, hyper.rate(hyper.adapt_lr, round))
+        adapt_lr = hyper.rate(hyper.adapt_lr, round)
+        sgd_(phi, grad_phi, adapt_lr, hyper.weight_decay, hyper.clip, (hyper.momentum, momentum))
         return carry, loss + penalty
 
     @property
@@ -104,14 +107,6 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
         """A term on the base model's logits that is added to the loss, and its gradient there."""
         return 0.0, None
-
-    def _step_phi(self, phi: State, momentum: State, gradients: State, rate: float) -> None:
-        steps, buffers = [gradients[name] for name in phi], list(momentum.values())
-        clip_(steps, self.hyper.clip)
-        torch._foreach_add_(steps, list(phi.values()), alpha=self.hyper.weight_decay)
-        torch._foreach_mul_(buffers, self.hyper.momentum)
-        torch._foreach_add_(buffers, steps)
-        torch._foreach_add_(list(phi.values()), buffers, alpha=-rate)
 
     def guided(self, published: Published, client: Unlabelled, memory: State | None) -> tuple[State, State]:
         return self.start(published, client, memory), select(published.state, "phi")

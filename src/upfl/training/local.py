@@ -3,20 +3,21 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.state import State, norm
+from upfl.models import Direction, split
+from upfl.state import State, is_vectorized, norm
 from upfl.training.base import Batch
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The mean cross-entropy over a batch's samples, and its gradient with respect to the logits."""
     log_p = logits.log_softmax(1)
-    y = batch.y.unsqueeze(1)
     if batch.mask is None:
-        loss = -log_p.gather(1, y).mean()
-        return loss, log_p.exp_().scatter_add_(1, y, _minus_one(y, log_p)).mul_(1 / len(y))
-    weight = batch.weight().unsqueeze(1)
+        loss, share = F.nll_loss(log_p, batch.y), 1 / len(batch.y)
+        return loss, log_p.exp_().mul_(share).scatter_(1, batch.y.unsqueeze(1), -share, reduce="add")
+    y, weight = batch.y.unsqueeze(1), batch.weight().unsqueeze(1)
     loss = -(log_p.gather(1, y) * weight).sum()
     return loss, log_p.exp().scatter_add(1, y, _minus_one(y, log_p)) * weight
 
@@ -41,30 +42,44 @@ def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, S
     return value, gradient
 
 
-def sgd_(params: State, gradients: State, rate: float, weight_decay: float, clip: float) -> None:
-    """params <- params - rate * (clip(gradients) + weight_decay * params), in place."""
-    values = list(params.values())
-    # The fused kernel walks through memory: a gradient must lie there as its parameter does.
-    steps = [_laid_out_like(value, gradients[name]) for name, value in params.items()]
-    divisor = ((norm(steps) + 1e-6) / clip).clamp(min=1.0)
-    torch._fused_sgd_(
-        values,
-        steps,
-        [],
-        weight_decay=weight_decay,
-        momentum=0.0,
-        lr=rate,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-        grad_scale=divisor.to(torch.float32),
-    )
+def sgd_(
+    params: State,
+    gradients: Direction,
+    rate: float,
+    weight_decay: float,
+    clip: float,
+    momentum: tuple[float, State] | None = None,
+) -> None:
+    """params <- params - rate * step, in place, with step = clip(gradients) + weight_decay * params.
 
-
-def clip_(gradients: list[Tensor], largest: float) -> None:
-    """Scale gradients down to a joint norm of at most `largest`, in place."""
-    torch._foreach_mul_(gradients, (largest / (norm(gradients) + 1e-6)).clamp(max=1.0))
+    The gradients are used up. With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
+    """
+    dense, outer = split(gradients) if momentum is None else (dict(gradients), {})
+    factor, buffers = momentum or (0.0, {})
+    lengths = [*([norm(dense.values())] if dense else []), *(one.norm() for one in outer.values())]
+    length = lengths[0] if len(lengths) == 1 else norm(lengths)
+    divisor = ((length + 1e-6) / clip).clamp(min=1.0)
+    if is_vectorized(divisor):
+        for name, value in dense.items():
+            step = torch.add(value / divisor, params[name], alpha=weight_decay)
+            params[name].sub_(buffers[name].mul_(factor).add_(step) if factor else step, alpha=rate)
+    else:
+        torch._fused_sgd_(
+            [params[name] for name in dense],
+            # The fused kernel walks through memory: a gradient must lie there as its parameter does.
+            [_laid_out_like(params[name], value) for name, value in dense.items()],
+            [buffers[name] for name in dense] if factor else [],
+            weight_decay=weight_decay,
+            momentum=factor,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=divisor.to(torch.float32),
+        )
+    for layer, one in outer.items():
+        one.add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate / divisor, 1 - rate * weight_decay)
 
 
 def _laid_out_like(value: Tensor, gradient: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class Scaffold(FedAvg):
         correction = {name: server[name] - value for name, value in own.items()}
         return carry | prefixed("correction", self.model.layout(select(correction, "control"))) | prefixed("own", own)
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi = self.hyper, select(carry, "psi")
         trace = self.model.trace(psi, batch.x)
@@ -51,7 +52,8 @@ class Scaffold(FedAvg):
         lr = hyper.rate(hyper.lr, round)
         sgd_(psi, trace.backward(dz), lr, hyper.weight_decay, hyper.clip)
         correction = select(carry, "correction")
-        torch._foreach_add_(list(psi.values()), [correction[name] for name in psi], alpha=-lr)
+        for name, value in psi.items():
+            value.sub_(correction[name], alpha=lr)
         return carry, loss
 
     @property
