@@ -487,6 +487,12 @@ def test_weights_that_are_not_finite_do_not_go_out(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_personalizers_need_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"fitted\.calibration\.none\.scale is missing"):
+        small_convnet(tmp_path, personalizers={"label-shift": {}}, default="label-shift")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_are_not_listed_do_not_count(fedavg: Path) -> None:
     (fedavg / "weights2.safetensors").write_bytes(b"harmful")
     (fedavg / "sitecustomize.py").write_text("raise SystemExit")
@@ -551,6 +557,17 @@ def test_an_unfinished_run_has_no_bundle(run_of: Callable[[str], api.Run], tmp_p
     assert said.code == 4
     assert "the run is not finished" in said.err
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_run_without_the_rows_of_its_configuration_has_no_bundle(
+    run_of: Callable[[str], api.Run], tmp_path: Path
+) -> None:
+    shutil.copytree(run_of("fedprox").path, tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result["rows"][0]["row"] = "another"
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result))
+    with pytest.raises(BundleError, match="no row 'fedprox' was scored in this run; it has another"):
+        export(api.Run(tmp_path / "run"), tmp_path / "bundle")
 
 
 # As a classifier of scikit-learn's kind

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -229,7 +230,10 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
     """
     require_new(out)
     rows = {row["row"]: row for row in run.result["rows"]}
-    scored = {name: rows[row_name(run.training.name, name)] for name in run.config.personalize}
+    named = {name: row_name(run.training.name, name) for name in run.config.personalize}
+    if unscored := [row for row in named.values() if row not in rows]:
+        raise BundleError(f"{run.path}: no row '{unscored[0]}' was scored in this run; it has {', '.join(rows)}")
+    scored = {name: rows[row] for name, row in named.items()}
     default = max(scored, key=lambda name: float(scored[name]["validation"]))
     config, source, published = run.config, run.federation.source, run.published(default)
     plain = ["none"] if run.training.serves_newcomers else []
@@ -312,7 +316,11 @@ def write(
     )
     state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
     _write(out, manifest, state, published.members, federation_card(manifest))
-    return Bundle.load(out)
+    try:
+        return Bundle.load(out)
+    except BundleError:  # what nobody could load is not handed out
+        shutil.rmtree(Path(out).expanduser())
+        raise
 
 
 def _layers(model: models.Model) -> tuple[LayerSection, ...]:
