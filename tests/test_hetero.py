@@ -31,6 +31,7 @@ from tests.reference import (
     norm,
 )
 from upfl import api, data
+from upfl.cli.runs import show
 from upfl.config import SIZES, Config, configure
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
@@ -519,3 +520,16 @@ def test_scores_by_architecture_are_those_of_its_clients(run: api.Run) -> None:
             correct = sum(c["accuracy"] * c["size"] for c in mine)
             assert scores[score] == pytest.approx(correct / sum(c["size"] for c in mine))
             assert kind == "training" or scores["clients"] == len(mine)
+
+
+def test_upfl_show_has_a_line_for_each_architecture(
+    run: api.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (row,) = run.result["rows"]
+    for markdown in (False, True):
+        show([run.path], markdown=markdown)
+        shown = capsys.readouterr().out
+        for name, scores in row["architectures"].items():
+            (line,) = (line for line in shown.splitlines() if f" {name} ({scores['clients']})" in line)
+            assert f"{scores['test']:.2f}" in line if scores["clients"] else " - " in line
