@@ -13,7 +13,8 @@ weak a prior is justified: each training client plays the newcomer on its valida
 on other clients, and counts the negative log-likelihood of its labels for each s_min. The least sum wins; within one
 standard error of it (of the paired difference, over clients) the largest s_min. The newcomer's evidence may choose less
 adaptation than the training clients justify, never more. Labels that those other clients do not have are not counted:
-no mix can give them a probability, and each would outweigh hundreds of others.
+no mix can give them a probability, and each would outweigh hundreds of others. And a hundredth of the labels is taken
+for chance, -log(0.99 r + 0.01 / classes): a few confident mistakes in small splits must not outvote the rest.
 
 `prior = "mixture"` adds to the grid a mixture of Dirichlets fitted to the training clients' label counts, where it
 predicts those clients' labels better than the grid does: classes that come in families. What the server learns from it,
@@ -40,6 +41,7 @@ from upfl.personalize.fitting import FITS, Fit, Need, takes_part
 from upfl.state import State
 from upfl.training.base import Client, Hyper, Published, Total
 
+SLIP = 0.01  # the share of labels that the gate takes for chance
 MENUS = (*STRENGTHS, math.inf)  # what s_min is chosen from
 
 
@@ -129,7 +131,7 @@ class Gate(Fit):
         known = calibrator.confusion.sum(0)[y] > 0
         chosen = posterior.r[:, torch.arange(len(y)), y][:, known]  # [priors, n]
         weights = (posterior.evidence + menus).softmax(1)
-        losses = -(weights @ chosen).clamp(min=1e-12).log().sum(1)
+        losses = -((1 - SLIP) * (weights @ chosen) + SLIP / self.classes).log().sum(1)
         return {"gain": losses - losses[-1], "samples": known.sum()}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
