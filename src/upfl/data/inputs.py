@@ -54,7 +54,8 @@ class InputFormat(BaseModel):
     def normalized(self, samples: Samples) -> Tensor:
         """A user's samples as the model takes them, to the bits that `Inputs` makes of the same pixels."""
         factor, offset = self.affine(samples.scale)
-        pixels = torch.from_numpy(samples.images)
+        images = samples.images if samples.images.flags.writeable else samples.images.copy()  # torch warns otherwise
+        pixels = torch.from_numpy(images)
         return pixels.to(torch.float32, memory_format=torch.channels_last, copy=True).mul_(factor).add_(offset)
 
 
