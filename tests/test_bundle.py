@@ -406,6 +406,7 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (put("schema_version", value=2), "schema_version is 2, and this version of upfl reads 1"),
         (put("kind", value="other"), "kind is 'other'"),
+        (put("kind", value=[]), r"kind is \[\]"),
         (put("kind", value="personal"), "personalizer: Field required"),
         (put("training", "name", value="fedavgg"), "unknown training 'fedavgg'; did you mean fedavg.*UPFL_PLUGINS"),
         (put("training", "name", value="fedtta"), "training: .*lr"),

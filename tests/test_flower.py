@@ -127,7 +127,7 @@ def test_the_app_gives_the_engines_bits_round_by_round(method: str, tmp_path: Pa
 
 
 def test_what_personalizers_need_is_fitted_over_nodes_to_the_engines_bits(tmp_path: Path) -> None:
-    config = small("fedavg", "partition.clients=8", rounds=1, score=["label-shift"])
+    config = small("fedavg", "partition.clients=8", rounds=1, score=["label-shift", "atp"])  # atp trains in its fit
     api.train(config, tmp_path / "engine", workers=1)
     federated(config, tmp_path / "flower", InProcessGrid(dict(list(nodes().items())[:4])))
     assert lines(tmp_path / "flower")[-1]["fits"]
@@ -440,7 +440,8 @@ def test_a_training_that_publishes_memory_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "run"
-    config = small("fedtta", "iterations=10", "model.hidden=64", rounds=6, evaluate_every=6, clients_per_round=1.0)
+    settings = ("iterations=10", "model.hidden=64")
+    config = small("fedtta", *settings, rounds=6, evaluate_every=6, clients_per_round=1.0, score=["none"])
     return federated(config, path, InProcessGrid(nodes()))
 
 
@@ -448,7 +449,7 @@ def newcomers(tmp_path: Path) -> tuple[InProcessGrid, np.ndarray]:
     source = data.load("digits")
     chosen = np.flatnonzero(np.isin(source.labels, [3, 8]))[:120]
     np.savez(tmp_path / "mine.npz", x=source.images[chosen])
-    own = {"data": str(tmp_path / "mine.npz"), "out": str(tmp_path / "me")}
+    own = {"data": str(tmp_path / "mine.npz"), "out": str(tmp_path / "me"), "personalizer": "none"}
     shy, frank = {2: {**own}}, {3: {"newcomer": 0, "share": "estimates"}}
     broken = {4: {"data": str(tmp_path / "secret-place.npz")}}
     return InProcessGrid(nodes() | shy | frank | broken), chosen
@@ -464,7 +465,7 @@ def test_newcomers_personalize_and_send_back_only_what_their_owner_allows(traine
     assert told[4] == {"problem": "it could not personalize; its own log says why"}
     source = data.load("digits")
     mine, bundle = PersonalModel.load(tmp_path / "me"), Bundle.load(trained / "bundle")
-    again = bundle.personalize(source.images[chosen])
+    again = bundle.personalize(source.images[chosen], "none")
     assert (mine.predict(source.images[chosen]) == again.predict(source.images[chosen])).all()
 
 
@@ -491,9 +492,11 @@ def test_a_bundle_that_was_changed_on_its_way_is_refused(trained: Path, tmp_path
 
 def test_the_bundle_is_the_best_rounds_state_with_the_runs_personalizers(trained: Path) -> None:
     bundle = Bundle.load(trained / "bundle")
+    scored = bundle.manifest.summary["validation"]
     best = load_file(trained / "best" / f"round-{bundle.published.round}.safetensors")
     assert all(torch.equal(bundle.published.state[name], value) for name, value in best.items() if "." in name)
-    assert bundle.manifest.default == "one-step"
+    assert set(bundle.personalizers) == {"one-step", "none"}
+    assert bundle.manifest.default == max(scored, key=lambda name: scored[name])
     assert bundle.manifest.task.classes == tuple("0123456789")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import digamma, gammaln
 from torch import Tensor
@@ -228,23 +228,21 @@ def test_who_closed_the_gate_is_told() -> None:
     assert "training clients" not in by_user
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from([2, 30, 300]))
-def test_a_mix_equal_to_the_sources_keeps_the_predictions(seed: int, samples: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mix_equal_to_the_sources_keeps_the_predictions(seed: int) -> None:
     """r for a mix that is pi is p; and from samples of that mix the evidence finds (nearly) nothing to adapt."""
     prior = even(4)
     flat = calibrated_as(4) | {
         "calibration.none.bias": torch.zeros(4).double(),
         "calibration.none.prior": torch.tensor(prior),
     }
-    x, _ = draw(np.random.default_rng(seed), prior, samples, prior, 2.0)
+    x, _ = draw(np.random.default_rng(seed), prior, 300, prior, 2.0)
     p = x.double().softmax(1)
     unmoved, _ = expectation_maximisation(p.log() - torch.tensor(prior).log(), torch.tensor(prior), sweeps=0)
     torch.testing.assert_close(unmoved, p)
     ours = personalize("label-shift", x, flat)
-    assert (ours.logits.argmax(1) == p.argmax(1)).double().mean() >= (0.9 if samples == 300 else 0.5)
-    if samples == 300:
-        np.testing.assert_allclose(ours.diary.mix, prior, atol=0.12)
+    assert (ours.logits.argmax(1) == p.argmax(1)).double().mean() > 0.93
+    np.testing.assert_allclose(ours.diary.mix, prior, atol=0.1)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -331,13 +329,16 @@ def test_em_is_that_of_slow_loops(strength: float) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(posteriors(most_samples=30), st.sampled_from([0.0, 3.0]))
+@example((torch.tensor([[0.46, 1e-7, 1e-6, 0.54]]).double(), torch.tensor([0.25, 0.08, 0.3, 0.37]).double()), 0.0)
 def test_em_never_lowers_the_likelihood_and_ends_at_its_top(client: tuple[Tensor, Tensor], strength: float) -> None:
     p, pi = client
     likelihood = p.log() - pi.log()
 
     def objective(q: Tensor) -> float:
-        fit = (likelihood.exp() @ q).log().sum()
-        return float(fit + strength * torch.xlogy(pi, q).sum())  # log density of Dirichlet(1 + s pi), up to a constant
+        fit = float((likelihood.exp() @ q).log().sum())
+        if strength:  # plain EM may bring a class's share down to 0
+            fit += strength * float(torch.xlogy(pi, q).sum())  # log density of Dirichlet(1 + s pi), up to a constant
+        return fit
 
     ways = [expectation_maximisation(likelihood, pi, strength, sweeps)[1] for sweeps in (1, 2, 3, 5, 10, 30, 100)]
     heights = np.array([objective(q) for q in (pi, *ways)])

@@ -376,7 +376,10 @@ ALLOWED = {
     *("abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "operator", "typing"),
     *("__future__", "pydantic", "torch"),
 }
-ALLOWED_OWN = ("upfl.errors", "upfl.models", "upfl.randomness", "upfl.state", "upfl.training", "upfl.personalize")
+ALLOWED_OWN = (
+    *("upfl.errors", "upfl.models", "upfl.randomness", "upfl.state", "upfl.suggest"),
+    *("upfl.training", "upfl.personalize"),
+)
 FORBIDDEN_TORCH = ("torch.utils", "torch.distributed", "torch.hub", "torch.multiprocessing", "torch.serialization")
 FORBIDDEN_CALLS = {"open", "exec", "eval", "compile", "__import__", "input"}
 FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("torch", "from_file"), ("torch", "hub")}

@@ -457,7 +457,7 @@ def _read_manifest(folder: Path, sums: Mapping[str, str]) -> Manifest:
         raise BundleError(f"{path}: its schema_version is {version!r}, and this version of upfl reads {SCHEMA}")
     kinds: dict[str, type[Manifest]] = {"federation": FederationManifest, "personal": PersonalManifest}
     kind = document.get("kind")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise BundleError(f"{path}: its kind is {kind!r}, and should be {' or '.join(kinds)}")
     try:
         return kinds[kind].model_validate_json(_read_text(path))

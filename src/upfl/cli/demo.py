@@ -15,7 +15,11 @@ from upfl.config import configure
 from upfl.errors import RunError
 from upfl.methods import row_title
 
-TRAININGS = {"fedavg": ("none", "tent"), "fedtta": ("one-step",), "fedtta-prox": ("one-step", "early-stopped")}
+TRAININGS = {
+    "fedavg": ("none", "tent", "label-shift"),
+    "fedtta": ("one-step",),
+    "fedtta-prox": ("one-step", "early-stopped"),
+}
 
 
 def demo(
@@ -72,12 +76,16 @@ def demo(
     console.print(table)
     picture = out / "demo.png"
     from upfl.report.demo import draw  # here, because matplotlib takes a second to import
+    from upfl.report.page import write_report
 
     draw(rows, picture)
+    with console.status("writing the report"):
+        write_report([run.path for run in runs], out / "report")
     by_row = {row["row"]: row["test"] for row in rows}
     console.print(
-        f"Without a label, FedTTA's newcomers end {by_row['fedtta'] - by_row['fedavg']:+.1f} points from FedAvg's. "
-        f"Picture: [bold]{picture}[/bold]",
+        f"Without a label, FedTTA's newcomers end {by_row['fedtta'] - by_row['fedavg']:+.1f} points from FedAvg's, "
+        f"those that correct the label shift {by_row['label-shift'] - by_row['fedavg']:+.1f}. "
+        f"Picture: [bold]{picture}[/bold], report: [bold]{out / 'report' / 'index.html'}[/bold]",
         soft_wrap=True,
     )
     console.print("Next: [bold]upfl methods[/bold], [bold]upfl data show digits[/bold], [bold]upfl train --help[/bold]")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
@@ -70,6 +71,15 @@ def plan(
     return needs, ids
 
 
+def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:
+    """A client's part in a round of a fit: what goes up, what it keeps."""
+    carry = fit.begin(server, memory, client)
+    for phase in fit.phases(client.round):
+        for batch in client.phase(phase):
+            carry, _ = phase.step(carry, batch, client.round)
+    return fit.finish(server, carry, client)
+
+
 def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
     """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
     server = fit.init(generator(seed, "fit", fit.key))
@@ -84,12 +94,7 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
         total.reset(len(clients))
         for client in ours:
             group.check()
-            client = replace(client, round=round)
-            carry = fit.begin(server, memories[client.id], client)
-            for phase in fit.phases(round):
-                for batch in client.phase(phase):
-                    carry, _ = phase.step(carry, batch, round)
-            up, memories[client.id] = fit.finish(server, carry, client)
+            up, memories[client.id] = fit_client(fit, server, memories[client.id], replace(client, round=round))
             try:
                 total.add(up)
             except BadClientError:

@@ -333,8 +333,9 @@ def assemble(
 ) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
     """What a configuration describes, as objects; refuses what could not be scored after the training.
 
-    A federation whose data come from elsewhere is given.
+    A federation whose data come from elsewhere is given; whoever gives it knows who can be scored.
     """
+    given = federation
     if federation is None:
         source = data.load(config.dataset)
         federation = data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
@@ -356,7 +357,8 @@ def assemble(
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()
     }
-    plan(list(personalizers.values()), federation, config.evaluate_clients)
+    if given is None:
+        plan(list(personalizers.values()), federation, config.evaluate_clients)
     return federation, inputs, training, personalizers
 
 

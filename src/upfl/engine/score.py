@@ -24,8 +24,11 @@ from upfl.engine.rounds import Engine, one_thread
 from upfl.errors import ConfigError
 from upfl.methods import make_personalizer
 from upfl.personalize.base import Personalizer, Unlabelled
-from upfl.personalize.oracle import Oracle, make_oracles
+from upfl.personalize.nothing import Nothing
+from upfl.personalize.oracle import ORACLES, Oracle
 from upfl.randomness import generator, seed_of
+from upfl.suggest import unknown
+from upfl.training.base import Training
 
 Tell = Callable[[str], None]
 
@@ -176,3 +179,12 @@ def mcnemar(lost: int, won: int) -> float:
     from scipy.stats import binomtest  # here, because it takes most of a second to import
 
     return float(binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0
+
+
+def make_oracles(names: Sequence[str], training: Training[Any]) -> list[Oracle]:
+    if names and (reason := Nothing.why_not(training)):
+        raise ConfigError(f"oracles do not fit training '{training.name}': {reason}")
+    for name in names:
+        if name not in ORACLES:
+            raise unknown("oracle", name, ORACLES)
+    return [ORACLES[name](training) for name in names]

@@ -39,7 +39,6 @@ Watch = Callable[[Job], AbstractContextManager[Observer]]
 class Outcome:
     job: Job
     state: Literal["done", "was done", "failed"]
-    seconds: float = 0.0
     error: str = ""
 
 
@@ -69,7 +68,6 @@ def run(jobs: Sequence[Job], folder: Path, workers: int | None, watch: Watch) ->
     """Run what is not done yet, one training after the other; yields what became of each."""
     for job in jobs:
         failure = folder / "failures" / f"{job.name}.txt"
-        started = time.perf_counter()
         if _complete(job, folder / job.name):
             failure.unlink(missing_ok=True)
             yield Outcome(job, "was done")
@@ -82,10 +80,10 @@ def run(jobs: Sequence[Job], folder: Path, workers: int | None, watch: Watch) ->
             expected = isinstance(error, UpflError)
             write_file(failure, (str(error) if expected else traceback.format_exc()).encode())
             text = str(error) if expected else f"{type(error).__name__}: {error} (the whole of it: {failure})"
-            yield Outcome(job, "failed", time.perf_counter() - started, text)
+            yield Outcome(job, "failed", text)
         else:
             failure.unlink(missing_ok=True)
-            yield Outcome(job, "done", time.perf_counter() - started)
+            yield Outcome(job, "done")
 
 
 def _run(job: Job, path: Path, workers: int | None, observer: Observer) -> None:

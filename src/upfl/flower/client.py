@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from upfl.config import Config
 from upfl.data.files import load_unlabelled
 from upfl.engine.clients import LocalClient, validation_client
 from upfl.engine.evaluate import count_correct
+from upfl.engine.fitting import fit_client
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
-from upfl.engine.rounds import assemble, checked_device, one_thread
+from upfl.engine.rounds import assemble, checked_device, matrix_precision, one_thread
 from upfl.errors import ConfigError, RunError, UpflError
 from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
 from upfl.flower.privacy import clipping
@@ -75,7 +77,8 @@ def train(message: Message, context: Context) -> RecordDict:
     """One round of this node's client."""
     node = TrainingNode(message, context)
     round, server = int(node.facts["round"]), from_record(message.content.array_records[ARRAYS])
-    up, memory = train_client(node.training, server, node.memory(), node.client(round))
+    with node.precision():
+        up, memory = train_client(node.training, server, node.memory(), node.client(round))
     if node.training.remembers:
         node.store.save(round, memory)
         node.store.forget_before(int(node.facts["memory_saved"]), but=round)
@@ -92,10 +95,10 @@ def fit(message: Message, context: Context) -> RecordDict:
     arrays, key = from_record(message.content.array_records[ARRAYS]), str(node.facts["key"])
     given = unpack(arrays, int(node.facts["round"]))
     stage = needs_of(list(node.personalizers.values()))[key].stage(given)
-    server, client, store = select(arrays, "fit"), node.client(0), ContextMemory(context.state, f"fit-{key}")
-    memory = stage.memory(client) if node.facts["memory"] < 0 else store.load(int(node.facts["memory"]))
-    up, memory = stage.finish(server, stage.begin(server, memory, client), client)
-    round = int(node.facts["fit_round"])
+    round, store = int(node.facts["fit_round"]), ContextMemory(context.state, f"fit-{key}")
+    with node.precision():
+        memory = stage.memory(node.client(0)) if node.facts["memory"] < 0 else store.load(int(node.facts["memory"]))
+        up, memory = fit_client(stage, select(arrays, "fit"), memory, node.client(round))
     store.save(round, memory)
     store.forget_before(round, but=round)
     return RecordDict({ARRAYS: to_record(up)})
@@ -110,11 +113,10 @@ def evaluate(message: Message, context: Context) -> RecordDict:
     memory = node.memory() if node.training.starts_from_memory else None
     labels = node.inputs.y(node.federation.training.validation(node.id))
     unlabelled = validation_client(node.federation, node.inputs, node.terms.config.seed, node.id)
-    scores: dict[str, Any] = {
-        name: count_correct(personalizer.personalize(given, unlabelled, memory), labels).tolist()
-        for name, personalizer in node.personalizers.items()
-        if len(labels)
-    }
+    scores: dict[str, Any] = {}
+    with node.precision():
+        for name, personalizer in node.personalizers.items() if len(labels) else ():
+            scores[name] = count_correct(personalizer.personalize(given, unlabelled, memory), labels).tolist()
     return RecordDict({SCORES: MetricRecord(scores)})
 
 
@@ -155,10 +157,10 @@ def _personal_model(message: Message, node: Node) -> PersonalModel:
             raise ConfigError(f"node-config: newcomer is {node.newcomer}; there are {len(federation.new)}")
         if federation.new.angles[node.newcomer]:
             raise ConfigError("node-config: newcomer: images of this partition are turned; give data")
-        return received.personalize(federation.source.images[federation.new.all(node.newcomer)])
+        return received.personalize(federation.source.images[federation.new.all(node.newcomer)], node.personalizer)
     if node.data is None:
         raise ConfigError("node-config: a newcomer needs data, a folder or a file without labels")
-    return received.personalize(load_unlabelled(node.data, form.image, form.scale))
+    return received.personalize(load_unlabelled(node.data, form.image, form.scale), node.personalizer)
 
 
 class TrainingNode:
@@ -179,6 +181,9 @@ class TrainingNode:
             self.store = ContextMemory(context.state, f"client-{self.id}")
         else:
             self.store = DiskMemory(RunFolder(self.node.state.expanduser() / self.terms.run), self.id)
+
+    def precision(self) -> AbstractContextManager[None]:
+        return matrix_precision(self.terms.config.precision)
 
     def client(self, round: int) -> LocalClient:
         return LocalClient(self.federation, self.inputs, self.terms.config.seed, self.id, round)

@@ -31,7 +31,7 @@ from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, evaluate
-from upfl.engine.fitting import fit_by
+from upfl.engine.fitting import fit_by, plan
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -156,6 +156,9 @@ def require_fit(config: Config, federation: Federation, private: Privacy | None)
             f"{training.name} cannot run on Flower: newcomers would receive training clients' own layers, "
             "which stay on the nodes; the server sees sums alone"
         )
+    if config.vectorize > 1:
+        raise ConfigError(f"vectorize = {config.vectorize}: a node trains one client; leave it at 1")
+    plan(list(personalizers.values()), federation, config.evaluate_clients)
     if not private:
         return
     if config.checkpoint_every != 1:
@@ -344,7 +347,8 @@ class FederatedRun(Engine):
         training = self.federation.training
         example = self._client(next(i for i in range(self.clients) if len(training.validation(i))), 0)
         server = fit.init(generator(self.config.seed, "fit", fit.key))
-        total = FixedPointSum(fit.finish(server, fit.memory(example), example)[0], self.clients, fit.scales)
+        like, _ = fit.finish(server, fit.begin(server, fit.memory(example), example), example)
+        total = FixedPointSum(like, self.clients, fit.scales)
         given, versions = pack(fit.given), dict.fromkeys(sorted(nodes), -1)
         for round in range(fit.rounds):
             facts = {"key": key, "round": fit.given.published.round, "fit_round": round}

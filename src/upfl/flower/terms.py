@@ -83,6 +83,7 @@ class Node(Table):
     data: Path | None = Field(None, description="its own samples; labelled if it trains")
     state: Path | None = Field(None, description="a folder for what it must remember beyond a Flower run")
     out: Path | None = Field(None, description="a folder for what a newcomer makes of the bundle")
+    personalizer: str | None = Field(None, description="of those in the bundle; its default unless told otherwise")
     share: Literal["counts", "estimates"] = Field("counts", description="what a newcomer sends back")
     device: str = "cpu"
 

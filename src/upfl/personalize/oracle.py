@@ -12,7 +12,7 @@ holds them, no run trains or selects by them, no bundle carries them; `upfl scor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,14 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.errors import ConfigError
 from upfl.personalize.base import Unlabelled, all_logits, chunks, entropy, summed_gradient
 from upfl.personalize.calibration import Calibration, Calibrator
 from upfl.personalize.fedtta import OneStep
 from upfl.personalize.fitting import Need
 from upfl.personalize.nothing import Nothing
 from upfl.state import State
-from upfl.suggest import unknown
 from upfl.training.base import Published, Training
 from upfl.training.local import sgd_
 
@@ -132,12 +130,3 @@ class HalfSupervised(Oracle):
 
 
 ORACLES: dict[str, type[Oracle]] = {kind.name: kind for kind in (TruePrior, TrueLabels, BestStep, HalfSupervised)}
-
-
-def make_oracles(names: Sequence[str], training: Training[Any]) -> list[Oracle]:
-    if names and (reason := Nothing.why_not(training)):
-        raise ConfigError(f"oracles do not fit training '{training.name}': {reason}")
-    for name in names:
-        if name not in ORACLES:
-            raise unknown("oracle", name, ORACLES)
-    return [ORACLES[name](training) for name in names]

@@ -167,6 +167,15 @@ def arrange(collected: Collected) -> list[Setting]:
     return [setting for setting in settings.values() if setting.lines]
 
 
+def titles(settings: Sequence[Setting]) -> list[str]:
+    """What to call each setting: its data set, with (a), (b), ... where there are several on it."""
+    names = [setting.title for setting in settings]
+    return [
+        f"{name} ({chr(ord('a') + names[:place].count(name))})" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]
+
+
 def scores_of(row: NewRow) -> Scores:
     """Correct predictions and samples of each new client."""
     return {id: (client.accuracy * client.size / 100, client.size) for id, client in row.new_clients.items()}

@@ -22,7 +22,7 @@ from upfl.errors import RunError
 from upfl.methods import ROWS
 from upfl.report import figures, formats, tables
 from upfl.report.collect import Collected, RunData, collect, names
-from upfl.report.lines import Setting, arrange
+from upfl.report.lines import Setting, arrange, titles
 from upfl.report.tables import Table
 from upfl.suggest import unknown
 
@@ -63,13 +63,12 @@ def write_report(runs: Iterable[Path], out: Path, reference: str | None = None) 
 
 def _page(report: Report, reference: str | None) -> str:
     called = names(report.collected.runs)
-    stems = _stems(report.settings)
+    named = list(zip(report.settings, titles(report.settings), _stems(report.settings), strict=True))
     overview = _table(report, tables.overview_table(report.settings)) if len(report.settings) > 1 else ""
-    sections = [
-        _setting(report, setting, stem, reference) for setting, stem in zip(report.settings, stems, strict=True)
-    ]
+    sections = [_setting(report, setting, title, stem, reference) for setting, title, stem in named]
+    cards = "".join(_card(setting, title, stem, reference) for setting, title, stem in named)
     costs = _table(report, tables.cost_table(report.collected.runs, called))
-    links = [(stem, _short(report.settings, setting)) for setting, stem in zip(report.settings, stems, strict=True)]
+    links = [(stem, title) for _, title, stem in named]
     links += [("costs-section", "Costs"), ("runs", "Runs"), ("reading", "How to read this")]
     anchors = "".join(f'<a href="#{escape(target)}">{escape(text)}</a>' for target, text in links)
     navigation = f"<nav>{anchors}</nav>"
@@ -80,7 +79,7 @@ def _page(report: Report, reference: str | None) -> str:
             f"<header><div><strong>upfl report</strong><span class=facts>{facts}</span>{navigation}</div></header>",
             "<main>",
             _left_out(report.collected.left_out),
-            f'<div class="cards">{"".join(_cards(report.settings, stems, reference))}</div>',
+            f'<div class="cards">{cards}</div>',
             f"<section><h2>Overview</h2>{overview}</section>" if overview else "",
             *sections,
             f'<section id="costs-section"><h2>Costs</h2>{costs}</section>',
@@ -109,30 +108,23 @@ def _stems(settings: Sequence[Setting]) -> list[str]:
     ]
 
 
-def _short(settings: Sequence[Setting], setting: Setting) -> str:
-    same = [other for other in settings if other.dataset == setting.dataset]
-    number = next(place for place, other in enumerate(same) if other is setting)
-    return setting.title if len(same) == 1 else f"{setting.title} ({chr(ord('a') + number)})"
+def _card(setting: Setting, title: str, stem: str, reference: str | None) -> str:
+    """The best row of a setting, at a glance."""
+    best = max(setting.lines, key=lambda line: line.mean(lambda row: row.test))
+    base = setting.reference(reference)
+    against = best.against(base) if base and best is not base else None
+    words = f"{title}: {best.label}"
+    if against and base:
+        words += f", {against.value:+.1f} [{against.low:+.1f}, {against.high:+.1f}] against {base.label}"
+    return (
+        f'<a class="card" href="#{escape(stem)}"><div class="what">best on new clients</div>'
+        f'<div class="big">{best.mean(lambda row: row.test):.1f}%</div><div>{escape(words)}</div></a>'
+    )
 
 
-def _cards(settings: Sequence[Setting], stems: Sequence[str], reference: str | None) -> Iterable[str]:
-    """The best row of each setting, at a glance."""
-    for setting, stem in zip(settings, stems, strict=True):
-        best = max(setting.lines, key=lambda line: line.mean(lambda row: row.test))
-        base = setting.reference(reference)
-        against = best.against(base) if base and best is not base else None
-        words = f"{_short(settings, setting)}: {best.label}"
-        if against and base:
-            words += f", {against.value:+.1f} [{against.low:+.1f}, {against.high:+.1f}] against {base.label}"
-        yield (
-            f'<a class="card" href="#{escape(stem)}"><div class="what">best on new clients</div>'
-            f'<div class="big">{best.mean(lambda row: row.test):.1f}%</div><div>{escape(words)}</div></a>'
-        )
-
-
-def _setting(report: Report, setting: Setting, stem: str, reference: str | None) -> str:
+def _setting(report: Report, setting: Setting, title: str, stem: str, reference: str | None) -> str:
     parts = [
-        f'<section id="{escape(stem)}"><h2>{escape(_short(report.settings, setting))}</h2>',
+        f'<section id="{escape(stem)}"><h2>{escape(title)}</h2>',
         _warnings(setting),
         _table(report, tables.setting_table(setting, stem, reference)),
         _figure(

@@ -11,7 +11,7 @@ import numpy as np
 
 from upfl.methods import ROWS
 from upfl.report.collect import RunData
-from upfl.report.lines import Line, Setting
+from upfl.report.lines import Line, Setting, titles
 from upfl.report.paper import paper_figure
 from upfl.report.statistics import spread
 
@@ -120,10 +120,9 @@ def overview_table(settings: Sequence[Setting]) -> Table:
     labels.sort(key=lambda label: order.get(label, len(order)))
     columns = [Column("Method", text=True)]
     rows = [[Cell(label)] for label in labels]
-    for number, setting in enumerate(settings):
-        same = [other for other in settings if other.title == setting.title]
-        group = setting.title if len(same) == 1 else f"{setting.title} {_letter(settings, number)}"
-        columns += [Column("Validation", group=group), Column("Test", group=group)]
+    named = list(zip(titles(settings), settings, strict=True))
+    for title, setting in named:
+        columns += [Column("Validation", group=title), Column("Test", group=title)]
         lines = {line.label: line for line in setting.lines}
         for row, label in zip(rows, labels, strict=True):
             line = lines.get(label)
@@ -136,21 +135,8 @@ def overview_table(settings: Sequence[Setting]) -> Table:
                 else [Cell(), Cell()]
             )
     _mark(rows, range(1, len(columns)))
-    notes = [
-        f"{setting.title}{'' if _only(settings, setting) else f' {_letter(settings, number)}'}: {setting.description}."
-        for number, setting in enumerate(settings)
-    ]
+    notes = [f"{title}: {setting.description}." for title, setting in named]
     return Table("overview", "All settings", columns, rows, notes)
-
-
-def _only(settings: Sequence[Setting], setting: Setting) -> bool:
-    return sum(other.title == setting.title for other in settings) == 1
-
-
-def _letter(settings: Sequence[Setting], number: int) -> str:
-    """(a), (b) for settings on the same data set."""
-    earlier = sum(other.title == settings[number].title for other in settings[:number])
-    return f"({chr(ord('a') + earlier)})"
 
 
 NEW_CLIENTS = {"alpha_new": "Dirichlet concentration of new clients", "new_fraction": "fraction of new clients' data"}
