@@ -84,10 +84,10 @@ def draw(scores: Scores, path: Path) -> None:
     curves.legend(fontsize=8)
     x = [float(name.split()[-1]) for name in ours]
     for key, label, colour in (("test_before", "before its step", "#9aa5b1"), ("test", "after its step", "#1b7f5c")):
-        ends = np.array([[seed[-1][key] for seed in scores[name]] for name in ours])
-        for seed in ends.T:
-            sweep.scatter(x, seed, s=10, color=colour, alpha=0.5)
-        sweep.plot(x, ends.mean(1), color=colour, marker="o", markersize=4, label=label)
+        ends = [[seed[-1][key] for seed in scores[name]] for name in ours]
+        for place, seeds in zip(x, ends, strict=True):
+            sweep.scatter([place] * len(seeds), seeds, s=10, color=colour, alpha=0.5)
+        sweep.plot(x, [np.mean(seeds) for seeds in ends], color=colour, marker="o", markersize=4, label=label)
     for name in scores.keys() - set(ours):
         end = np.mean([seed[-1]["test"] for seed in scores[name]])
         sweep.axhline(end, color="#c2452d", linestyle="--", label=f"{name}, after its step")
