@@ -255,7 +255,7 @@ def ran_by_workers(config: Config, path: Path, size: int) -> Outcome:
 
 
 @of_every_training
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_any_number_of_workers_gives_the_same_bits(
     name: str, size: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -300,7 +300,12 @@ class Interrupter:
 @of_every_training
 @pytest.mark.parametrize(
     ("what", "number", "checkpoint_every"),
-    [("scoring", 1, 1), ("scoring", -1, 1), ("round", 3, 2), ("round", 1, 2)],
+    [
+        ("scoring", -1, 1),
+        ("round", 3, 2),
+        pytest.param("scoring", 1, 1, marks=pytest.mark.full),
+        pytest.param("round", 1, 2, marks=pytest.mark.full),
+    ],
 )
 def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
     name: str, what: str, number: int, checkpoint_every: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
