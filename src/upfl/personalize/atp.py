@@ -123,6 +123,3 @@ class Rates(Fit):
 
     def results(self, server: State) -> list[State]:
         return [{f"{self.key}.{self.personalizer.name}.alpha": server["alpha"]}] * FITS
-
-    def fitted(self, server: State, fit: int) -> State:
-        return dict(server)

@@ -153,6 +153,3 @@ class Choice(Fit):
     def facts(self, server: State) -> dict[str, float]:
         names = self.personalizer.candidates
         return {f"gain.{name}": gain for name, gain in zip(names, server["gain"][0].tolist(), strict=True)}
-
-    def fitted(self, server: State, fit: int) -> State:
-        return {name: value[fit].clone() for name, value in server.items()}

@@ -52,9 +52,6 @@ class Reliability(Fit):
         offset = total["error"] / clients
         return {"offset": offset, "scatter": (total["excess"] / clients - offset.square()).clamp(min=0)}
 
-    def fitted(self, server: State, fit: int) -> State:
-        return {name: value[fit].clone() for name, value in server.items()}
-
 
 def raw_estimate(predictions: Tensor, posterior: Tensor) -> tuple[float, float]:
     """(the accuracy that the posteriors give to predictions, its variance)"""

@@ -10,7 +10,6 @@ once without each of five folds of them: a training client is scored by what was
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -86,9 +85,9 @@ class Fit(Stage[Hyper]):
     def begin(self, server: State, memory: State, client: Client) -> State:
         return memory
 
-    @abstractmethod
     def fitted(self, server: State, fit: int) -> State:
         """What was fitted on all clients (fit 0) or without fold `fit - 1`."""
+        return {name: value[fit].clone() for name, value in server.items()}
 
     def results(self, server: State) -> list[State]:
         name = f"{self.key}.{self.personalizer.name}"

@@ -152,9 +152,6 @@ class Gate(Fit):
         menu = int(server["menu"][0])
         return {"menu": menu, "gain_nats": -server["loss"][0, menu].item()}
 
-    def fitted(self, server: State, fit: int) -> State:
-        return {name: value[fit].clone() for name, value in server.items()}
-
 
 def choose(loss: Tensor, products: Tensor, clients: int) -> int:
     """The last menu whose loss is within one standard error of the least, from sums over clients of losses and of
@@ -210,9 +207,6 @@ class Mixture(Fit):
         weight = total["weight"] + 1e-6
         alpha = server["alpha"] * total["up"] / total["down"].clamp(min=1e-9).unsqueeze(2)
         return {"alpha": alpha.clamp(1e-3, 1e4), "weight": weight / weight.sum(1, keepdim=True)}
-
-    def fitted(self, server: State, fit: int) -> State:
-        return {name: value[fit].clone() for name, value in server.items()}
 
 
 class EmHyper(Hyper):
