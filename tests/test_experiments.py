@@ -24,7 +24,6 @@ from upfl.experiments.definitions import EXPERIMENTS, SEEDS, TABLE_1
 from upfl.experiments.diary import write_diary
 from upfl.experiments.newcomers import newcomers_file, score_newcomers
 from upfl.experiments.plan import plan
-from upfl.methods import ROWS
 from upfl.personalize.fedtta import EarlyStopped, EarlyStoppedHyper, OneStep, OneStepHyper
 from upfl.personalize.tent import Tent, TentHyper
 
