@@ -232,25 +232,31 @@ class VirtualGroup(Group):
         values.copy_(total)
 
 
-def ran_by_workers(config: Config, path: Path, size: int) -> Outcome:
-    folder, meeting = RunFolder.create(path, config), Meeting(size)
+def by_virtual_workers(size: int, work: Callable[[VirtualGroup], None]) -> None:
+    """Have so many workers do the same, each in a thread of its own; the first error is raised here."""
+    meeting = Meeting(size)
     errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
+    def worker(rank: int) -> None:
         torch.set_num_threads(1)
         try:
-            Engine(folder, VirtualGroup(rank, size, meeting)).run()
+            work(VirtualGroup(rank, size, meeting))
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=worker, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def ran_by_workers(config: Config, path: Path, size: int) -> Outcome:
+    folder = RunFolder.create(path, config)
+    by_virtual_workers(size, lambda group: Engine(folder, group).run())
     return outcome(folder)
 
 

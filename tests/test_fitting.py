@@ -6,7 +6,6 @@ Every sum of the federation is compared with a plain computation on pooled data.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from scipy.special import gammaln
 from torch import Tensor
 
 from tests.synthetic import Floats, World, draw, even, pairs, world
-from tests.test_conformance import Meeting, VirtualGroup
+from tests.test_conformance import VirtualGroup, by_virtual_workers
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import evaluate
 from upfl.engine.fitting import fit_needs
@@ -196,25 +195,13 @@ def test_calibration_lowers_the_loss_of_new_clients(shifted: World) -> None:
 
 
 def by_workers(here: World, names: Sequence[str], size: int) -> list[CrossFitted]:
-    meeting, found = Meeting(size), [None] * size  # type: Meeting, list[Any]
-    errors: list[BaseException] = []
+    found: dict[int, CrossFitted] = {}
 
-    def work(rank: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            found[rank] = here.fit(*names, group=VirtualGroup(rank, size, meeting))
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+    def work(group: VirtualGroup) -> None:
+        found[group.rank] = here.fit(*names, group=group)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    by_virtual_workers(size, work)
+    return [found[rank] for rank in range(size)]
 
 
 def assert_same_fits(ours: State, theirs: State) -> None:
