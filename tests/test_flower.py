@@ -22,6 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.app.message import make_message
 
 from tests.in_process_grid import InProcessGrid, Tamper
+from tests.observers import Watching
 from tests.plugin_methods import (
     ROOT,
     assert_memory_counted_once,
@@ -90,7 +91,7 @@ def assert_same_run(flower: Path, engine: Path) -> None:
         assert tensors(flower / name) == tensors(engine / name)
 
 
-class Watch:
+class Watch(Watching):
     """The server's state after every round."""
 
     def __init__(self, stop_after: int = 0) -> None:
@@ -99,10 +100,6 @@ class Watch:
 
     def begin(self, run: Engine) -> None:
         self.run = run
-
-    def note(self, text: str) -> None: ...
-
-    def stage(self, what: str) -> None: ...
 
     def round(self, metrics: dict[str, Any]) -> None:
         self.states.append({name: value.clone() for name, value in self.run.progress.server.items()})
