@@ -497,6 +497,22 @@ def test_the_bundle_is_the_best_rounds_state_with_the_runs_personalizers(trained
     assert bundle.manifest.task.classes == tuple("0123456789")
 
 
+def test_a_newcomer_of_each_size_personalizes_from_the_bundle_of_a_heterogeneous_federation(tmp_path: Path) -> None:
+    federated(small("hetero-fedtta"), tmp_path / "run", InProcessGrid(nodes()))
+    sizes = list(Bundle.load(tmp_path / "run" / "bundle").manifest.architectures)
+    assert len(sizes) == 3
+    asked = {i: {"newcomer": i, "architecture": size, "out": str(tmp_path / size)} for i, size in enumerate(sizes, 1)}
+    odd = {9: {"newcomer": 0, "architecture": "gigantic"}}
+    settings = Settings(
+        mode="personalize", bundle=tmp_path / "run" / "bundle", profile="smoke", min_nodes=3, wait=5, timeout=5
+    )
+    told = {about["node"]: about for about in personalize(InProcessGrid(asked | odd), settings)}
+    assert "problem" in told[9]
+    models = [PersonalModel.load(tmp_path / size) for size in sizes]
+    assert [model.manifest.architecture for model in models] == sizes
+    assert len({sum(value.numel() for value in model.predictor.params[0].values()) for model in models}) == 3
+
+
 # Privacy
 
 
