@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,12 +34,14 @@ from benchmarks.machine import machine
 from benchmarks.peers.environments import UnavailableError, interpreter
 from benchmarks.peers.ours import prepare
 from benchmarks.peers.process import Process, Sample
-from benchmarks.peers.work import Work, mapped
+from benchmarks.peers.work import Method, Work, mapped
 from benchmarks.steps import forward_operations
 from upfl.models import convnet, mlp
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-3  # of the update's norm: 20 steps let rounding errors grow
+# Of the update's norm. Rounding makes some 1e-5. But a rectifier whose input is within rounding of zero opens for one
+# contender and not for the other, and a single such unit of the ConvNet's 32,768 moves a client's update by 3e-3.
+TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def main() -> None:
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])  # inherited by all that is started
     results: list[dict[str, Any]] = []
-    for method in ["fedavg"] if options.cold else options.methods:
+    methods: list[Method] = ["fedavg"] if options.cold else options.methods
+    for method in methods:
         for model in options.models:
             work = Work(model, method, options.clients, options.iterations)
             wanted = [
@@ -121,7 +124,9 @@ def main() -> None:
                 else:
                     result = arena.compete(options.samples, 60 * options.minutes)
             result = {"work": asdict(work), **result}
-            print(title(work), cold_table(result) if options.cold else table(result), sep="\n\n", end="\n\n", flush=True)
+            print(
+                title(work), cold_table(result) if options.cold else table(result), sep="\n\n", end="\n\n", flush=True
+            )
             results.append(result)
             if options.out:
                 options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1, default=asdict))
@@ -212,7 +217,9 @@ class Arena:
                 except UnavailableError as error:
                     row.error = str(error)
                     continue
-                row.kept.append(Sample(wall, *(statistics.fmean(getattr(s, k) for s in samples) for k in ("own", "others"))))
+                row.kept.append(
+                    Sample(wall, *(statistics.fmean(getattr(s, k) for s in samples) for k in ("own", "others")))
+                )
                 row.seconds = statistics.median(sample.wall for sample in row.kept)
         return list(rows.values())
 
@@ -231,7 +238,12 @@ def operations(work: Work, first_order: bool) -> float:
 
 
 def title(work: Work) -> str:
-    shown = {"fedavg": "FedAvg", "fedtta": "FedTTA", "convnet": "ConvNet, CIFAR-10's shape", "mlp": "MLP, MNIST's shape"}
+    shown = {
+        "fedavg": "FedAvg",
+        "fedtta": "FedTTA",
+        "convnet": "ConvNet, CIFAR-10's shape",
+        "mlp": "MLP, MNIST's shape",
+    }
     return (
         f"### {shown[work.method]}, {shown[work.model]}\n\n"
         f"{work.clients} clients, {work.iterations} iterations of batch {work.batch}."
@@ -263,7 +275,8 @@ def table(result: dict[str, Any]) -> str:
             f"{row.difference:.0e}",
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *("" for _ in remarks[:1]), *(f"{'*' * (i + 1)} {r}" for i, r in enumerate(remarks))])
+    notes = [r"\*" * (i + 1) + f" {remark}." for i, remark in enumerate(remarks)]
+    return "\n\n".join(["\n".join(lines), *notes])
 
 
 def cold_table(result: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -12,11 +11,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from benchmarks.peers.work import Data, Pipe, pack, train
+from benchmarks.peers.work import Data, Pipe, opened, pack, train
 
 ROUNDS = 1_000_000  # until the pipe closes
-
-opened = cache(Data)  # once in each of Ray's processes
 
 
 class Told(FedAvg):
@@ -45,11 +42,9 @@ def client_app(folder: Path) -> ClientApp:
         (model,) = data.models()
         model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         train(model, data.batches(int(context.node_config["partition-id"])), data.work.lr)
-        reply = {
-            "arrays": ArrayRecord(model.state_dict()),
-            "metrics": MetricRecord({"num-examples": data.work.samples}),
-        }
-        return Message(RecordDict(reply), reply_to=message)
+        metrics = MetricRecord({"num-examples": data.work.samples})
+        reply = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(reply, reply_to=message)
 
     return app
 

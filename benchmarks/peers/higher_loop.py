@@ -32,15 +32,13 @@ def meta_train(models: list[nn.Module], data: Data, client: int) -> None:
     work, (f, g) = data.work, models
     inner = torch.optim.SGD(f.parameters(), lr=work.inner_lr, weight_decay=work.weight_decay)
     outer = torch.optim.SGD(f.parameters(), lr=work.lr, weight_decay=work.weight_decay)
-    adapt = torch.optim.SGD(
-        g.parameters(), lr=work.adapt_lr, weight_decay=work.weight_decay, momentum=work.momentum
-    )
+    adapt = torch.optim.SGD(g.parameters(), lr=work.adapt_lr, weight_decay=work.weight_decay, momentum=work.momentum)
     for x, y in data.batches(client):
         outer.zero_grad()
         adapt.zero_grad()
         with higher.innerloop_ctx(f, inner, copy_initial_weights=False) as (personal, step):
             step.step((g(personal(x)).square().sum() + 1e-12).sqrt())
-            F.cross_entropy(personal(x), y).backward()
+            F.cross_entropy(personal(x), y).backward()  # type: ignore[no-untyped-call]
         for model, optimizer in ((f, outer), (g, adapt)):
             nn.utils.clip_grad_norm_(model.parameters(), work.clip)
             optimizer.step()

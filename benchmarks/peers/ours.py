@@ -1,6 +1,6 @@
 """upfl: its engine as `upfl train` runs it, checkpoint and metrics of each round included, on given data.
 
-    python -m benchmarks.peers.ours FOLDER [--workers N] [--first-order]
+python -m benchmarks.peers.ours FOLDER [--workers N] [--first-order]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.work import Data, Pipe, Work, mapped
+from benchmarks.peers.work import Pipe, Work, mapped
 from upfl.config import Config, configure
 from upfl.data.federation import Clients, Federation
 from upfl.data.inputs import Inputs

@@ -1,4 +1,4 @@
-"""A contender's process from outside: start it, have it do a round, measure what it and the rest of the machine used."""
+"""A contender's process from outside: have it do a round, measure what it and the rest of the machine used."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Pair = tuple[Tensor, Tensor]
+Method = Literal["fedavg", "fedtta"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Work:
     """A federation and what to do in a round. The rates are such that nothing diverges in a hundred rounds."""
 
     model: Literal["convnet", "mlp"]
-    method: Literal["fedavg", "fedtta"]
+    method: Method
     clients: int = 50
     iterations: int = 20
     batch: int = 64
@@ -87,6 +89,12 @@ class Data:
         return models
 
 
+@cache
+def opened(folder: Path) -> Data:
+    """A work folder's files, opened once in each process: for contenders that keep nothing between clients."""
+    return Data(folder)
+
+
 def mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, write: bool = False) -> Tensor:
     """A file as a tensor; one that is to be written is made."""
     return torch.from_file(str(path), shared=write, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
@@ -98,7 +106,8 @@ def pack(models: list[nn.Module]) -> Tensor:
 
 def unpack(flat: Tensor, models: list[nn.Module]) -> None:
     values = [value for model in models for value in model.state_dict().values()]
-    for value, part in zip(values, flat.split([value.numel() for value in values]), strict=True):
+    parts = torch.split_with_sizes(flat, [value.numel() for value in values])
+    for value, part in zip(values, parts, strict=True):
         value.copy_(part.view(value.shape))
 
 
@@ -132,7 +141,7 @@ def train(model: nn.Module, batches: Iterator[Pair], lr: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for x, y in batches:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
