@@ -6,8 +6,6 @@ python -m benchmarks.peers.ours FOLDER [--workers N] [--first-order]
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.work import Pipe, Work, mapped
+from benchmarks.workers import following, leading
 from upfl.config import Config, configure
 from upfl.data.federation import Clients, Federation
 from upfl.data.inputs import Inputs
 from upfl.data.sources import Source
 from upfl.engine.clients import LocalClient
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import Child, Group, end_with_parent, join
+from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, Observer
 from upfl.randomness import generator
 from upfl.training.base import LocalTraining, Phase
@@ -123,26 +122,12 @@ def main() -> None:
     work = Work.open(arguments.folder)
     config, federation = configured(work, arguments.first_order), given(work, arguments.folder)
     if arguments.follow:
-        rank, store, run = arguments.follow
-        end_with_parent()
-        group = join(int(rank), arguments.workers, Path(store))
-        Engine(RunFolder(Path(run)), group, config, federation).run(Told(group, None))
+        run, group = following(arguments.workers, *arguments.follow)
+        Engine(run, group, config, federation).run(Told(group, None))
         return
     pipe = Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        run, store = Path(folder) / "run", Path(folder) / "rendezvous"
-        RunFolder.create(run, config)
-        command = [sys.executable, "-m", "benchmarks.peers.ours", *sys.argv[1:], "--follow"]
-        children = [
-            Child(rank, [*command, str(rank), str(store), str(run)], Path(folder) / f"worker-{rank}.log")
-            for rank in range(1, arguments.workers)
-        ]
-        group = join(0, arguments.workers, store, children) if children else Group()
-        try:
-            Engine(RunFolder(run), group, config, federation).run(Told(group, pipe))
-        finally:
-            for child in children:
-                child.stop()
+    with leading("benchmarks.peers.ours", arguments.workers, config) as (run, group):
+        Engine(run, group, config, federation).run(Told(group, pipe))
 
 
 if __name__ == "__main__":
