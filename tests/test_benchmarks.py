@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks.peers.__main__ import ROOT, Contender, calm, operations
 from benchmarks.peers.environments import UnavailableError
 from benchmarks.peers.ours import prepare
 from benchmarks.peers.process import Process, Sample
 from benchmarks.peers.work import Work, mapped
 
-WORK = Work("mlp", "fedavg", clients=3, iterations=3, samples=100)
+WORK = Work("mlp", "fedavg", clients=3, iterations=3, samples=128)
 
 
 def update(module: str, folder: Path, *arguments: str) -> torch.Tensor:

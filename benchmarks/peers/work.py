@@ -40,7 +40,7 @@ class Work:
     clients: int = 50
     iterations: int = 20
     batch: int = 64
-    samples: int = 512
+    samples: int = 512  # of each client, a multiple of the batch
     lr: float = 0.02
     inner_lr: float = 0.05  # from here on fedtta's alone
     adapt_lr: float = 0.01
