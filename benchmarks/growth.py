@@ -69,6 +69,7 @@ SWEEPS: dict[str, list[Setting]] = {
 class Measured:
     first: float  # seconds from the start of the process to the end of the first round
     rounds: list[float]  # seconds, of all rounds but the first, and the last, which is evaluated
+    cpu: list[float]  # CPU seconds of the first worker in these rounds
     memory: int  # bytes at the peak
     anonymous: int  # of it without what is mapped from files
     processes: int
@@ -146,7 +147,7 @@ def federation(setting: Setting, images: Path, config: Config) -> Federation:
 
 
 class Teller(Observer):
-    """A line for each round that is done."""
+    """A line for each round that is done: the CPU time of this worker so far."""
 
     def begin(self, run: Engine) -> None: ...
 
@@ -155,7 +156,7 @@ class Teller(Observer):
     def stage(self, what: str) -> None: ...
 
     def round(self, metrics: dict[str, Any]) -> None:
-        print(metrics["round"], flush=True)
+        print(time.process_time(), flush=True)
 
 
 def measure(setting: Setting, images: Path) -> Measured:
@@ -164,8 +165,14 @@ def measure(setting: Setting, images: Path) -> Measured:
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
     assert process.stdout is not None
-    lines, ends = process.stdout, list[float]()
-    reader = Thread(target=lambda: ends.extend(time.perf_counter() for _ in lines))
+    lines, ends, clocks = process.stdout, list[float](), list[float]()
+
+    def read() -> None:
+        for line in lines:
+            ends.append(time.perf_counter())
+            clocks.append(float(line))
+
+    reader = Thread(target=read)
     reader.start()
     memory, anonymous, processes = 0, 0, 0
     while process.poll() is None:
@@ -177,8 +184,8 @@ def measure(setting: Setting, images: Path) -> Measured:
     reader.join()
     if process.returncode:
         sys.exit(process.returncode)
-    between = [b - a for a, b in pairwise(ends[:-1])]
-    return Measured(ends[0] - started, between, memory, anonymous, processes)
+    between, cpu = ([b - a for a, b in pairwise(clock[:-1])] for clock in (ends, clocks))
+    return Measured(ends[0] - started, between, cpu, memory, anonymous, processes)
 
 
 def summary(setting: Setting, samples: list[Measured]) -> dict[str, Any]:
@@ -186,6 +193,7 @@ def summary(setting: Setting, samples: list[Measured]) -> dict[str, Any]:
         **asdict(setting),
         "parameters": setting.parameters,
         "seconds": statistics.median(seconds for sample in samples for seconds in sample.rounds),
+        "cpu": statistics.median(seconds for sample in samples for seconds in sample.cpu),
         "first": statistics.median(sample.first for sample in samples),
         "memory": statistics.median(sample.memory for sample in samples),
         "anonymous": statistics.median(sample.anonymous for sample in samples),
@@ -198,12 +206,14 @@ KEYS = {"existing clients": "clients", "workers": "workers", "parameters": "para
 
 def table(name: str, rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"| {name} | s a round | s to the end of the first | peak memory, MiB | without mapped files, MiB |",
-        "|---:|---:|---:|---:|---:|",
+        f"| {name} | s a round | CPU s, first worker | s to the end of the first | peak memory, MiB | without mapped files |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         sizes = " | ".join(f"{row[key] / 2**20:.0f}" for key in ("memory", "anonymous"))
-        lines.append(f"| {row[KEYS[name]]:,} | {row['seconds']:.3f} | {row['first']:.1f} | {sizes} |")
+        lines.append(
+            f"| {row[KEYS[name]]:,} | {row['seconds']:.3f} | {row['cpu']:.3f} | {row['first']:.1f} | {sizes} |"
+        )
     return "\n".join(lines)
 
 

@@ -9,6 +9,9 @@ all the time: under 95% of that, it was stolen. Of those with several, some wait
 tells nothing; theirs is thrown away if the rest of the machine used over 5% of all cores meanwhile. Turns go on until
 each contender has kept `--samples`, or the time is over; fewer kept samples than that are marked in the table.
 
+On a machine that is never calm, `--cores 1` still compares: every contender has one thread, and the CPU time of its
+processes, a column of the table, does not count what others took.
+
 Cold start (`--cold`): from the start of the process to the end of 20 rounds, upfl against Flower's simulation.
 """
 
@@ -59,12 +62,20 @@ class Contender:
 
 
 def contenders(method: str, cores: int) -> list[Contender]:
-    all_ = ("--workers", str(cores))
+    all_, one = ("--workers", str(cores)), cores == 1
     if method == "fedtta":
         return [
-            Contender("upfl", "ours", arguments=all_),
-            Contender("upfl, first order", "ours", arguments=(*all_, "--first-order"), checked=False),
-            Contender("loop on higher", "higher_loop", "higher"),
+            Contender("upfl", "ours", arguments=all_, one_thread=one),
+            Contender("upfl, first order", "ours", arguments=(*all_, "--first-order"), one_thread=one, checked=False),
+            Contender("loop on higher", "higher_loop", "higher", one_thread=one),
+        ]
+    if one:
+        return [
+            Contender("upfl", "ours", arguments=all_, one_thread=True),
+            Contender("plain PyTorch loop", "plain_loop", "plain", one_thread=True),
+            Contender("pfl-research", "pfl_research", "pfl", one_thread=True),
+            Contender("Flower simulation", "flower", "flower"),
+            Contender("FedLab", "fedlab", "fedlab", one_thread=True),
         ]
     return [
         Contender("upfl", "ours", arguments=all_),
@@ -84,7 +95,8 @@ class Row:
     contender: str
     ours: bool
     seconds: float | None = None  # the median of the kept samples, or of the calmest where too few were kept
-    percent: float | None = None  # of the limit
+    cpu: float | None = None  # CPU seconds of its processes, the median of the same samples
+    percent: float | None = None  # of the limit: by CPU time where there is one thread
     kept: list[Sample] = field(default_factory=list)
     thrown: list[Sample] = field(default_factory=list)
     difference: float | None = None  # of its update from ours, relative
@@ -171,10 +183,12 @@ class Arena:
                 if all(len(rows[one].kept) >= samples for one in running):
                     break
         for one, row in rows.items():
-            if best := sorted(row.kept + row.thrown, key=lambda sample: sample.others)[:samples]:
-                row.seconds = statistics.median(s.wall for s in (row.kept if len(row.kept) >= samples else best))
-                rate = limits["one" if one.one_thread else "all"]
-                row.percent = 100 * operations(self.work, "first order" in one.name) / row.seconds / rate
+            calmest = sorted(row.kept + row.thrown, key=lambda sample: sample.others)[:samples]
+            if used := row.kept if len(row.kept) >= samples else calmest:
+                row.seconds = statistics.median(sample.wall for sample in used)
+                row.cpu = statistics.median(sample.own * sample.wall for sample in used)
+                time_, rate = (row.cpu, limits["one"]) if one.one_thread else (row.seconds, limits["all"])
+                row.percent = 100 * operations(self.work, "first order" in one.name) / time_ / rate
         return {"limits": limits, "samples": samples, "rows": list(rows.values())}
 
     def _admitted(self, one: Contender, row: Row, stack: ExitStack) -> Process | None:
@@ -252,24 +266,26 @@ def title(work: Work) -> str:
 
 def table(result: dict[str, Any]) -> str:
     limits, rows = result["limits"], result["rows"]
-    fastest = rows[0].seconds
+    first = rows[0]
     lines = [
         f"Limit: {limits['all'] / 1e9:.0f} GFLOP/s on all cores, {limits['one'] / 1e9:.0f} on one.\n",
-        "| contender | s a round | upfl is faster by | % of limit | kept | thrown | update's difference |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| contender | s a round | over upfl's | CPU s | over upfl's | % of limit | kept | thrown | difference |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     remarks: list[str] = []
     for row in rows:
         name = row.contender + _mark(row.note, remarks)
         if row.seconds is None:
-            lines.append(f"| {name} | did not run: {row.error} | | | | | |")
+            lines.append(f"| {name} | did not run: {row.error} | | | | | | | |")
             continue
         few = len(row.kept) < result["samples"]
         disturbed = f"too few calm samples: the median of the {result['samples']} calmest" if few else ""
         cells = [
             f"{row.seconds:.2f}{_mark(disturbed, remarks)}",
-            f"{row.seconds / fastest:.2f}" if fastest else "",
-            f"{row.percent:.0f}" if row.percent is not None else "",
+            f"{row.seconds / first.seconds:.2f}" if first.seconds else "",
+            f"{row.cpu:.2f}",
+            f"{row.cpu / first.cpu:.2f}" if first.cpu else "",
+            f"{row.percent:.0f}",
             str(len(row.kept)),
             str(len(row.thrown)),
             f"{row.difference:.0e}",
