@@ -206,7 +206,7 @@ KEYS = {"existing clients": "clients", "workers": "workers", "parameters": "para
 
 def table(name: str, rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"| {name} | s a round | CPU s, first worker | s to the end of the first | peak memory, MiB | without mapped files |",
+        f"| {name} | s a round | CPU s, first worker | s to first round | peak memory, MiB | without mapped files |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

@@ -20,7 +20,7 @@ class Told(FedAvg):
     """FedAvg that begins a round when it is told to."""
 
     def __init__(self, folder: Path, pipe: Pipe) -> None:
-        super().__init__(fraction_evaluate=0.0)
+        super().__init__(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
         self.pipe, self.models = pipe, Data(folder).models()
 
     def configure_train(
