@@ -2,7 +2,9 @@
 
 Time a round, time from the start of the process to the end of the first round, and peak memory (the proportional set
 sizes of all workers, summed) against the number of existing clients with 20 at work, against workers, and against the
-size of the model. FedAvg of a small MLP on random images: little work, so that what grows shows.
+size of the model. FedAvg of a small MLP on random images: little work, so that what grows shows. The images are the
+same two million in every setting, shared out among more or fewer clients, and batches are as small as the smallest
+client: what is compared is the number of clients, not of samples.
 
 Each setting is a process of its own. Settings are measured in turn, several times; a figure is the median.
 """
@@ -41,7 +43,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 SHAPE = (1, 8, 8)
-SAMPLES = 20  # of each client
+SAMPLES = 2_000_000  # of all clients together
+BATCH = 8  # what the smallest client trains on
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def main() -> None:
     measured: dict[Setting, list[Measured]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder) / "images"
-        write_images(images, max(setting.clients for sweep in sweeps.values() for setting in sweep))
+        write_images(images)
         for _ in range(arguments.repeats):
             for setting in dict.fromkeys(setting for sweep in sweeps.values() for setting in sweep):
                 measured[setting].append(measure(setting, images))
@@ -105,12 +108,10 @@ def main() -> None:
         draw(rows, arguments.plot)
 
 
-def write_images(path: Path, clients: int) -> None:
+def write_images(path: Path) -> None:
     rng = np.random.default_rng(0)
-    with path.open("wb") as file:
-        for _ in range(2 * clients):
-            file.write(rng.bytes(SAMPLES * int(np.prod(SHAPE))))
-    rng.integers(0, 10, 2 * clients * SAMPLES).tofile(path.with_suffix(".labels"))
+    path.write_bytes(rng.bytes(SAMPLES * int(np.prod(SHAPE))))
+    rng.integers(0, 10, SAMPLES).tofile(path.with_suffix(".labels"))
 
 
 def run(setting: Setting, images: Path, follow: list[str] | None) -> None:
@@ -118,16 +119,17 @@ def run(setting: Setting, images: Path, follow: list[str] | None) -> None:
     config = configured(setting)
     if follow:
         folder, group = following(setting.workers, *follow)
-        Engine(folder, group, config, federation(setting, images, config)).run()
+        Engine(folder, group, config, federation(images, config)).run()
         return
     with leading("benchmarks.growth", setting.workers, config) as (folder, group):
-        Engine(folder, group, config, federation(setting, images, config)).run(Teller())
+        Engine(folder, group, config, federation(images, config)).run(Teller())
 
 
 def configured(setting: Setting) -> Config:
     return configure(
         "fedavg",
         "digits",  # the model's name; the data are given
+        settings=[f"batch_size={BATCH}"],
         rounds=setting.rounds,
         clients_per_round=20,
         evaluate_every=10**9,
@@ -137,11 +139,10 @@ def configured(setting: Setting) -> Config:
     )
 
 
-def federation(setting: Setting, images: Path, config: Config) -> Federation:
-    count = 2 * setting.clients * SAMPLES
-    pixels = np.memmap(images, np.uint8, "r", shape=(count, *SHAPE))
-    labels = np.memmap(images.with_suffix(".labels"), np.int64, "r", shape=(count,))
-    source = Source("synthetic", pixels, labels, tuple("0123456789"), count, None, 255.0, (0.5,), (0.25,))
+def federation(images: Path, config: Config) -> Federation:
+    pixels = np.memmap(images, np.uint8, "r", shape=(SAMPLES, *SHAPE))
+    labels = np.memmap(images.with_suffix(".labels"), np.int64, "r", shape=(SAMPLES,))
+    source = Source("synthetic", pixels, labels, tuple("0123456789"), SAMPLES, None, 255.0, (0.5,), (0.25,))
     partition = Partition.model_validate(config.partition.model_dump())
     return build_federation(source, partition, config.partition_seed)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from upfl.data import Federation, Partition, Source, build_federation, class_counts, default_partition, load
-from upfl.data.partition import by_writer, dirichlet, iid, pathological, superclass
+from upfl.data.partition import Hands, by_writer, dirichlet, iid, pathological, superclass
 from upfl.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
@@ -31,8 +31,8 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def assert_each_once(hands: list[Indices], count: int) -> None:
-    np.testing.assert_array_equal(np.sort(np.concatenate(hands)), np.arange(count))
+def assert_each_once(hands: Hands, count: int) -> None:
+    np.testing.assert_array_equal(np.sort(np.concatenate(list(hands))), np.arange(count))
 
 
 def small_source(labels: Indices, *, train_count: int | None = None, groups: Indices | None = None) -> Source:

@@ -27,10 +27,10 @@ from upfl.training.base import Published, Training
 def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
     """Train a federation into the new run folder `out`, with one worker process a core unless told otherwise."""
     path = Path(out)
-    assemble(config, checked_device(config.device))  # what cannot start leaves no folder behind
+    federation = assemble(config, checked_device(config.device))[0]  # what cannot start leaves no folder behind
     if not under_torchrun() or os.environ["RANK"] == "0":
         RunFolder.create(path, config)
-    return _work(path, workers, observer)
+    return _work(path, workers, observer, federation)
 
 
 def resume(run: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
@@ -38,28 +38,28 @@ def resume(run: str | Path, *, workers: int | None = None, observer: Observer | 
     return _work(Path(run), workers, observer)
 
 
-def _work(path: Path, size: int | None, observer: Observer | None) -> Run:
+def _work(path: Path, size: int | None, observer: Observer | None, federation: Federation | None = None) -> Run:
     if under_torchrun():
         with torchrun_group() as group:
             _check_shared(path, group)
             if RunFolder.open(path).finished:
                 return Run(path)
             config = RunFolder.open(path).config()
-            training = assemble(config, checked_device(config.device))[2]
+            federation, _, training, _ = assemble(config, checked_device(config.device), federation)
             check_memory(training, int(os.environ.get("LOCAL_WORLD_SIZE", group.size)))
-            Engine(RunFolder.open(path), group).run(observer if group.leads else None)
+            Engine(RunFolder.open(path), group, config, federation).run(observer if group.leads else None)
     else:
         folder = RunFolder.open(path)
         if folder.finished:
             return Run(path)
         config = folder.config()
-        training = assemble(config, checked_device(config.device))[2]
+        federation, _, training, _ = assemble(config, checked_device(config.device), federation)
         engine_size = worker_count(config, training, size)
         for note in (training.remark(), one_worker_note(training, size)):
             if observer and note:
                 observer.note(note)
         with workers(engine_size, [str(path), *(plugins() if engine_size > 1 else ())]) as group:
-            Engine(folder, group).run(observer)
+            Engine(folder, group, config, federation).run(observer)
     return Run(path)
 
 

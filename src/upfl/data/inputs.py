@@ -63,7 +63,8 @@ class Inputs:
     """A source's images as float tensors, made for each batch: the bytes are there once for all workers."""
 
     def __init__(self, source: Source, device: torch.device | None = None) -> None:
-        self.images, self.labels = source.images, source.labels
+        # As plain arrays: indexing a memory-mapped one goes through Python for each batch.
+        self.images, self.labels = np.asarray(source.images), np.asarray(source.labels)
         self.device = device or torch.device("cpu")
         self.factor, self.offset = (value.to(self.device) for value in InputFormat.of(source).affine(source.scale))
 

@@ -72,8 +72,8 @@ def evaluate(
     steps = torch.zeros(len(federation.new), dtype=torch.int64)
     jobs = [("training", i) for i in range(min(len(training), limit or len(training)))]
     jobs += [("new", i) for i in range(min(len(new), limit or len(new)))]
-    validation_sizes = federation.training.sizes() - federation.training.train_counts
-    sizes = [int(validation_sizes[i] if kind == "training" else federation.new.sizes()[i]) for kind, i in jobs]
+    held = {"training": federation.training.sizes() - federation.training.train_counts, "new": federation.new.sizes()}
+    sizes = [int(held[kind][i]) for kind, i in jobs]
     for kind, i in group.share(jobs, sizes):
         group.check()
         if kind == "training":
