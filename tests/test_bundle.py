@@ -536,11 +536,11 @@ def test_what_is_no_bundle_is_told_so(run_of: Callable[[str], api.Run], tmp_path
 def test_a_run_personalizes_by_the_papers_values_where_it_was_not_scored(run_of: Callable[[str], api.Run]) -> None:
     run = api.Run(str(run_of("fedtta").path))  # a path as text serves, too
     client = run.newcomer(0)
-    paper = make_personalizer("tent", run.training, run.config.personalizer_hyper("tent"))
-    assert "tent" not in run.config.personalize
+    paper = make_personalizer("early-stopped", run.training, run.config.personalizer_hyper("tent"))
+    assert "early-stopped" not in run.config.personalize
     assert paper.hyper != type(paper.hyper)()
     expected = paper.personalize(run.published("one-step"), client)
-    assert torch.equal(run.personalize(client, "tent").logits, expected.logits)
+    assert torch.equal(run.personalize(client, "early-stopped").logits, expected.logits)
 
 
 def test_a_client_that_there_is_not_is_named(run_of: Callable[[str], api.Run]) -> None:
