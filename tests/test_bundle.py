@@ -536,7 +536,7 @@ def test_what_is_no_bundle_is_told_so(run_of: Callable[[str], api.Run], tmp_path
 def test_a_run_personalizes_by_the_papers_values_where_it_was_not_scored(run_of: Callable[[str], api.Run]) -> None:
     run = api.Run(str(run_of("fedtta").path))  # a path as text serves, too
     client = run.newcomer(0)
-    paper = make_personalizer("early-stopped", run.training, run.config.personalizer_hyper("tent"))
+    paper = make_personalizer("early-stopped", run.training, run.config.personalizer_hyper("early-stopped"))
     assert "early-stopped" not in run.config.personalize
     assert paper.hyper != type(paper.hyper)()
     expected = paper.personalize(run.published("one-step"), client)
