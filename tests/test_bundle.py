@@ -33,7 +33,7 @@ from upfl.data.inputs import InputFormat
 from upfl.engine.folder import RunFolder
 from upfl.errors import BundleError, ConfigError, DataError
 from upfl.manifest import PersonalManifest, TaskSection, TrainingSection
-from upfl.methods import ROWS, TRAININGS, make_personalizer
+from upfl.methods import ROWS, TRAININGS
 from upfl.models import convnet, describe, described, mlp
 from upfl.personalize.base import Diary, Estimate, Unlabelled
 from upfl.randomness import generator
@@ -533,19 +533,10 @@ def test_what_is_no_bundle_is_told_so(run_of: Callable[[str], api.Run], tmp_path
         Bundle.load(tmp_path)
 
 
-def test_a_run_personalizes_by_the_papers_values_where_it_was_not_scored(run_of: Callable[[str], api.Run]) -> None:
-    run = api.Run(str(run_of("fedtta").path))  # a path as text serves, too
-    client = run.newcomer(0)
-    paper = make_personalizer("early-stopped", run.training, run.config.personalizer_hyper("early-stopped"))
-    assert "early-stopped" not in run.config.personalize
-    assert paper.hyper != type(paper.hyper)()
-    expected = paper.personalize(run.published("one-step"), client)
-    assert torch.equal(run.personalize(client, "early-stopped").logits, expected.logits)
-
-
 def test_a_client_that_there_is_not_is_named(run_of: Callable[[str], api.Run]) -> None:
+    run = api.Run(str(run_of("fedavg").path))  # a path as text serves, too
     for client in (-1, 5):
-        for ask in (run_of("fedavg").newcomer, run_of("fedavg").labels):
+        for ask in (run.newcomer, run.labels):
             with pytest.raises(IndexError, match=f"client {client}: there are 5, counted from 0"):
                 ask(client)
 

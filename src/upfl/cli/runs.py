@@ -168,14 +168,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         results = [{"run": str(run.path), **run.result, "warnings": warnings([run])} for run in runs]
         typer.echo(json.dumps(results, indent=2))
         return
-    # Lean enough for a terminal of 80 columns: a run's name has a line of its own, its rows follow.
-    table = Table(
-        title="Accuracy on unlabelled new clients, percent",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = lean_table("Accuracy on unlabelled new clients, percent")
     table.add_column("run, row", overflow="fold")
     for name in ("validation", "before", "after", "gain", SPREAD):
         table.add_column(name, justify="right", no_wrap=True)
@@ -208,6 +201,11 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         "[dim]before, after: the model before and after personalization, at the round of best validation; "
         f"{SPREAD}: of the new clients' accuracies after.[/dim]"
     )
+
+
+def lean_table(title: str) -> Table:
+    """A table without borders, so that rows of figures fit a terminal of 80 columns."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def markdown_table(runs: list[api.Run]) -> str:
@@ -276,6 +274,9 @@ def participation(text: str | None) -> int | float | None:
     if text is None:
         return None
     try:
-        return float(text) if "." in text else int(text)
+        given = float(text) if "." in text else int(text)
+        if given <= 0 or (isinstance(given, float) and not given <= 1):
+            raise ValueError
+        return given
     except ValueError:
         raise ConfigError(f"--clients-per-round {text}: give a number (20) or a fraction (0.4)") from None
