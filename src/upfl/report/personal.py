@@ -19,8 +19,8 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 52rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .1rem .8rem .1rem 0; text-align: right }
-td:first-child, th:first-child { text-align: left } .bar { width: 18rem; text-align: left }
-.bar { font-weight: 400 } .bar i { display: block; height: .5rem; background: #9aa5b1 } .bar i + i { background: #1b7f5c }
+td:first-child, th:first-child { text-align: left } .bar { width: 18rem; text-align: left; font-weight: 400 }
+.bar i { display: block; height: .5rem; background: #9aa5b1 } .bar i + i { background: #1b7f5c }
 svg { max-width: 100%; height: auto } .note { color: #52606d } .cards { display: flex; flex-wrap: wrap; gap: .8rem }
 .cards figure { margin: 0; width: 5.5rem; font-size: .75rem; overflow-wrap: anywhere }
 .cards img { width: 5.5rem; height: 5.5rem; image-rendering: pixelated; background: #eee; object-fit: contain }
