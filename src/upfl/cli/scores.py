@@ -161,9 +161,9 @@ def _show(found: dict[str, Any]) -> None:
     console = Console()
     table = lean_table(f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent")
     later = any("inductive" in row for row in found["rows"])
-    table.add_column("personalizer", overflow="fold")
+    table.add_column("personalizer", no_wrap=True)
     for name in ("validation", "new clients", *(["inductive"] if later else []), "against none", "harmed"):
-        table.add_column(name, justify="right", no_wrap=name != "new clients")
+        table.add_column(name, justify="right", no_wrap=name not in ("new clients", "against none"))
     table.add_column("estimate off by", justify="right")
     last: dict[str, Any] = {"bound": False}
     for row in found["rows"]:
@@ -172,7 +172,7 @@ def _show(found: dict[str, Any]) -> None:
         last = row
         against = row.get("against_none")
         table.add_row(
-            escape(row["name"]) + (" (bound)" if row["bound"] else ""),
+            escape(row["name"]),
             _figure(row.get("validation")),
             f"[bold]{row['test']:.2f}[/bold]",
             *([_figure(row.get("inductive"))] if later else []),
@@ -186,7 +186,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(
         "[dim]against none: with its 95% interval over clients; harmed: those of the clients with at least "
         f"{LARGE} samples that lost more than {HARM:g} points, p < 0.05; estimate: the newcomers' own, label-free, "
-        "mean error in points.[/dim]"
+        f"mean error in points{'; oracle: bounds that know the labels' if last['bound'] else ''}.[/dim]"
     )
     for curve in found["newcomers"]:
         figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])
