@@ -526,6 +526,21 @@ def test_each_kind_of_bundle_says_what_it_is_for(fedavg: Path, tmp_path: Path) -
         PersonalModel.load(fedavg)
 
 
+def test_what_is_no_bundle_is_told_so(run_of: Callable[[str], api.Run], tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"is a run's folder: `upfl export .* -o BUNDLE` makes a bundle of it"):
+        Bundle.load(run_of("fedavg").path)
+    with pytest.raises(BundleError, match="is no bundle"):
+        Bundle.load(tmp_path)
+
+
+def test_a_client_that_there_is_not_is_named(run_of: Callable[[str], api.Run]) -> None:
+    run = api.Run(str(run_of("fedavg").path))  # a path as text serves, too
+    for client in (-1, 5):
+        for ask in (run.newcomer, run.labels):
+            with pytest.raises(IndexError, match=f"client {client}: there are 5, counted from 0"):
+                ask(client)
+
+
 def test_a_personal_model_that_does_not_fit_is_refused(fedavg: Path, tmp_path: Path) -> None:
     Bundle.load(fedavg).personalize(np.zeros((3, 8, 8), np.uint8), "none").save(tmp_path / "me")
     for change, says in (
@@ -585,6 +600,22 @@ def test_it_predicts_as_classifiers_do(tmp_path: Path) -> None:
     assert mine.predict(x[:1]).shape == (1,)
     assert mine.transduction_.shape == (30,)
     np.testing.assert_allclose(mine.label_distributions_.sum(1), 1)
+    assert mine.score(x, mine.predict(x)) == 1
+    assert mine.score(x[:4], np.roll(mine.classes_, 1)[np.searchsorted(mine.classes_, mine.predict(x[:4]))]) == 0
+    with pytest.raises(DataError, match="30 images need as many classes"):
+        mine.score(x, ["cat"])
+    with pytest.raises(ConfigError, match="unknown class 'bat'; did you mean cat"):
+        mine.score(x[:1], ["bat"])
+    assert mine != bundle.personalize(x)
+    assert repr(mine) == "<PersonalModel: animals, 4 classes; tent on 30 images>"
+    assert repr(bundle).startswith("<Bundle: FedAvg on ")
+
+
+def test_a_path_serves_where_an_array_does(tmp_path: Path) -> None:
+    bundle, x = small_convnet(tmp_path)
+    np.save(tmp_path / "x.npy", x)
+    mine = bundle.personalize(tmp_path / "x.npy")
+    np.testing.assert_array_equal(mine.predict_proba(str(tmp_path / "x.npy")), bundle.personalize(x).predict_proba(x))
 
 
 def test_bytes_floats_and_layouts_mean_the_same(tmp_path: Path) -> None:

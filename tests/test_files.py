@@ -116,7 +116,7 @@ def test_integers_run_to_the_scale_of_the_data_set() -> None:
         (np.zeros((0, 8, 6), np.uint8), "no samples"),
         (np.full((3, 8, 6), np.nan), "sample 0 has a value that is not a number"),
         (np.full((3, 8, 6), np.inf), r"sample 0 has \[inf, inf\].*floats from 0 to 1"),
-        (np.full((3, 8, 6), 2.0), r"\[2, 2\].*floats from 0 to 1"),
+        (np.full((3, 8, 6), 2.0), r"\[2, 2\].*floats from 0 to 1, or integers from 0 to 255 .*astype\('uint8'\)"),
         (np.full((3, 8, 6), -1), r"\[-1, -1\].*integers from 0 to 255"),
         (np.full((3, 8, 6), 1j), "type complex128"),
         (np.full((3, 8, 6), "a"), "type <U1"),
@@ -141,6 +141,9 @@ def test_pickled_arrays_are_never_read(tmp_path: Path) -> None:
     for name in ("a.npy", "a.npz"):
         with pytest.raises(DataError, match=f"{name}: holds pickled objects"):
             load_unlabelled(tmp_path / name, GREY)
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(DataError, match=r"text\.npy: not a NumPy file \(a pickle is never read\)"):
+        load_unlabelled(tmp_path / "text.npy", GREY)
 
 
 def test_a_file_that_is_no_image_is_left_out_and_named(tmp_path: Path) -> None:
@@ -252,8 +255,8 @@ def test_folders_and_files_without_samples_are_named(tmp_path: Path) -> None:
     (tmp_path / "texts" / "a.txt").write_text("no image")
     for path, says in (
         ("empty", "empty: there are no images"),
-        ("texts", r"no images in it \(found a.txt\)"),
-        ("texts/a.txt", "no images"),
+        ("texts", r"texts: there are no images in it \(found a.txt\)"),
+        ("texts/a.txt", r"a\.txt: neither an image nor"),
         ("nowhere", "nowhere: cannot be read: No such file"),
     ):
         with pytest.raises(DataError, match=says):

@@ -19,7 +19,7 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
 from upfl.engine.rounds import Engine, Observer, assemble, checked_device
 from upfl.errors import RunError
-from upfl.methods import PERSONALIZERS, make_personalizer, personalizer_class, plugins, row_name
+from upfl.methods import PERSONALIZERS, make_personalizer, plugins, row_name
 from upfl.personalize.base import Personalized, Personalizer, Unlabelled
 from upfl.training.base import Published, Training
 
@@ -141,6 +141,9 @@ class Run:
 
     path: Path
 
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
+
     @cached_property
     def config(self) -> Config:
         return RunFolder.open(self.path).config()
@@ -185,7 +188,7 @@ class Run:
         name = personalizer or next(iter(self.config.personalize))
         method = self._parts[3].get(name)
         if method is None:
-            method = make_personalizer(name, self.training, personalizer_class(name).Hyper())
+            method = make_personalizer(name, self.training, self.config.personalizer_hyper(name))
         scored = name if name in self.config.personalize else next(iter(self.config.personalize))
         return method.personalize(self.published(scored), client)
 

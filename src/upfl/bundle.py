@@ -26,10 +26,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -40,12 +40,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from upfl import models
-from upfl.data.files import Samples, from_array
+from upfl.data.files import Samples, from_array, load_unlabelled
 from upfl.data.inputs import InputFormat, Inputs
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.engine.rounds import one_thread
-from upfl.errors import BundleError, ConfigError, UpflError
+from upfl.errors import BundleError, ConfigError, DataError, UpflError
 from upfl.manifest import (
     CARD,
     MANIFEST,
@@ -77,10 +77,12 @@ TEXT_LIMIT = 2**24  # bytes of a file that is read as text
 FRESH_LIMIT = 2**32  # bytes of a model that a newcomer starts afresh
 CHUNK = 4096  # samples that are made floats at once
 
+Images: TypeAlias = ArrayLike | Samples | str | Path
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Bundle:
-    """What a federation hands to newcomers."""
+    """What a federation hands to newcomers: a trained model, and personalizers that make a newcomer's own of it."""
 
     manifest: FederationManifest
     training: Training[Any]
@@ -96,6 +98,13 @@ class Bundle:
     def classes_(self) -> NDArray[np.str_]:
         return np.array(self.manifest.task.classes)
 
+    def __repr__(self) -> str:
+        task, names = self.manifest.task, ", ".join(self.personalizers)
+        return (
+            f"<Bundle: {self.training.title} on {task.name}, {len(task.classes)} classes, images "
+            f"{list(task.input.shape)}; personalizers {names}>"
+        )
+
     @property
     def warning(self) -> str:
         """What everyone who passes the bundle on should know."""
@@ -104,13 +113,13 @@ class Bundle:
         return f"It holds {self.manifest.members} training clients' own layers, which may tell about their data."
 
     def personalize(
-        self, x: ArrayLike | Samples, personalizer: str | None = None, *, architecture: str | None = None, seed: int = 0
+        self, x: Images, personalizer: str | None = None, *, architecture: str | None = None, seed: int = 0
     ) -> PersonalModel:
         """A newcomer's own model, from images without labels, by the bundle's default personalizer or another of its.
 
         x is an array of images [n, h, w], [n, h, w, c] or [n, c, h, w]: integers up to the data set's full intensity
-        (mostly 255), or floats in [0, 1]. Where the federation has models of several sizes, `architecture` names one of
-        them; by default the first.
+        (mostly 255), or floats in [0, 1]; or the path of a folder of images, of an .npy, .npz or idx file. Where the
+        federation has models of several sizes, `architecture` names one of them; by default the first.
         """
         name = personalizer or self.manifest.default
         if name not in self.personalizers:
@@ -142,13 +151,13 @@ class Bundle:
         return PersonalModel(manifest, predictor, personalized)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PersonalModel:
     """A newcomer's own model; predicts as scikit-learn's classifiers do."""
 
     manifest: PersonalManifest
     predictor: Predictor
-    personalized: Personalized | None = field(default=None, repr=False)  # what a stored model does not remember
+    personalized: Personalized | None = None  # what a stored model does not remember
 
     @classmethod
     def load(cls, path: str | Path) -> PersonalModel:
@@ -158,11 +167,17 @@ class PersonalModel:
     def classes_(self) -> NDArray[np.str_]:
         return np.array(self.manifest.task.classes)
 
+    def __repr__(self) -> str:
+        made, classes = self.manifest, len(self.classes_)
+        return f"<PersonalModel: {made.task.name}, {classes} classes; {made.personalizer} on {made.samples} images>"
+
     @property
     def diary(self) -> Diary:
+        """What the personalizer saw, did and decided."""
         return self.manifest.diary
 
-    def predict_logits(self, x: ArrayLike | Samples) -> Tensor:
+    def predict_logits(self, x: Images) -> Tensor:
+        """Each class's logit: `predict_proba` before the softmax."""
         task = self.manifest.task
         samples = _samples(x, task)
         with one_thread():
@@ -173,13 +188,22 @@ class PersonalModel:
                 ]
             )
 
-    def predict_proba(self, x: ArrayLike | Samples) -> NDArray[np.float64]:
+    def predict_proba(self, x: Images) -> NDArray[np.float64]:
         """Each class's probability, one row a sample, in the order of `classes_`."""
         return _probabilities(self.predict_logits(x))
 
-    def predict(self, x: ArrayLike | Samples) -> NDArray[np.str_]:
-        """Each sample's most probable class."""
+    def predict(self, x: Images) -> NDArray[np.str_]:
+        """Each sample's most probable class, by its name."""
         return self._named(self.predict_proba(x))
+
+    def score(self, x: Images, y: ArrayLike) -> float:
+        """The share of samples whose class is predicted right; y are names of classes."""
+        predicted, names = self.predict(x), np.asarray(y).astype(np.str_)
+        if names.shape != predicted.shape:
+            raise DataError(f"y: {len(predicted)} images need as many classes; found shape {list(names.shape)}")
+        if strange := sorted(set(names.tolist()) - set(self.classes_.tolist())):
+            raise unknown("class", strange[0], self.classes_.tolist())
+        return float((predicted == names).mean())
 
     @cached_property
     def label_distributions_(self) -> NDArray[np.float64]:
@@ -394,6 +418,10 @@ def load(path: str | Path) -> Bundle | PersonalModel:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise BundleError(f"{folder}: is not a bundle's folder")
+    if not any((folder / name).exists() for name in (MANIFEST, SUMS)):
+        run = (folder / "config.toml").exists()
+        instead = f"a run's folder: `upfl export {path} -o BUNDLE` makes a bundle of it" if run else "no bundle"
+        raise BundleError(f"{folder}: is {instead} (there is no {MANIFEST})")
     sums = _read_sums(folder)
     manifest = _read_manifest(folder, sums)
     for name in manifest.files():
@@ -620,8 +648,12 @@ def _check_finite(state: State, where: str) -> None:
 # Data
 
 
-def _samples(x: ArrayLike | Samples, task: TaskSection) -> Samples:
-    return x if isinstance(x, Samples) else from_array(x, task.input.image, task.input.scale)
+def _samples(x: Images, task: TaskSection) -> Samples:
+    if isinstance(x, Samples):
+        return x
+    if isinstance(x, (str, Path)):
+        return load_unlabelled(x, task.input.image, task.input.scale)
+    return from_array(x, task.input.image, task.input.scale)
 
 
 def _probabilities(logits: Tensor) -> NDArray[np.float64]:

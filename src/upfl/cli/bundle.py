@@ -206,7 +206,8 @@ def _found(mine: bundle.PersonalModel, samples: Samples, warnings: list[str], ou
 
 def _show(mine: bundle.PersonalModel, console: Console) -> None:
     diary, manifest = mine.diary, mine.manifest
-    console.print(f"[bold]{manifest.samples} samples, personalized by {manifest.personalizer}[/bold]")
+    samples = f"{manifest.samples} sample{'s' * (manifest.samples != 1)}"
+    console.print(f"[bold]{samples}, personalized by {manifest.personalizer}[/bold]")
     console.print(f"{escape(diary.decision)}")
     mix = bundle.class_mix(mine)
     order = np.argsort(-np.maximum(mix.before, mix.after), kind="stable")

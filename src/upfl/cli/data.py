@@ -35,7 +35,8 @@ def list_command(as_json: AsJson = False) -> None:
     rows = [_description(name) for name in NAMES]
     if as_json:
         return typer.echo(json.dumps(rows, indent=2))
-    table = Table("data set", "images", "classes", "clients", "where", title="Data sets", title_justify="left")
+    table = Table("data set", "images", "classes", "clients", title="Data sets", title_justify="left")
+    table.add_column("where", overflow="fold")
     for row in rows:
         where = escape(row["folder"] or "embedded") if row["available"] else "[dim]not here yet[/dim]"
         size = " x ".join(map(str, row["shape"]))

@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from upfl import api
 from upfl.cli.progress import ProgressBar
-from upfl.cli.runs import Track, Workers, listed, participation, show_runs
+from upfl.cli.runs import Track, Workers, lean_table, listed, participation, show_runs
 from upfl.config import PROFILES
 from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Observer
@@ -110,14 +109,15 @@ def experiment(
 def _estimate(jobs: list[Job], workers: int | None, console: Console) -> None:
     with console.status("a short trial of each kind of training"):
         estimates = runner.estimate(jobs, workers)
-    table = Table(title="What would run", title_justify="left")
-    for column in ("training", "rows"):
-        table.add_column(column, overflow="fold")
-    for column in ("rounds", "seed", "partition", "other new clients", "about"):
+    table = lean_table("What would run")
+    table.add_column("training", overflow="fold")
+    table.add_column("rows")
+    others = any(job.newcomers for job in jobs)
+    for column in ("rounds", *(["other new clients"] if others else []), "about"):
         table.add_column(column, justify="right")
     for estimate in estimates:
-        job, config = estimate.job, estimate.job.config
-        numbers = (config.rounds, config.seed, config.partition_seed, len(job.newcomers) or "")
+        job = estimate.job
+        numbers = (job.config.rounds, *([len(job.newcomers) or ""] if others else []))
         table.add_row(job.name, ", ".join(job.rows), *map(str, numbers), duration(estimate.seconds))
     console.print(table)
     console.print(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,6 +30,7 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", "-w", min=1, help="Worker processes; by default one a core.", show_default=False),
 ]
+SPREAD = "10% - median - 90%"
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Track = Annotated[
@@ -166,18 +168,16 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         results = [{"run": str(run.path), **run.result, "warnings": warnings([run])} for run in runs]
         typer.echo(json.dumps(results, indent=2))
         return
-    table = Table(title="Accuracy on unlabelled new clients, percent", title_justify="left")
-    for name in ("run", "row"):
-        table.add_column(name, overflow="fold")
-    for name in ("rounds", "validation", "before", "after", "gain", "clients 10% - median - 90%"):
-        table.add_column(name, justify="right")
+    table = lean_table("Accuracy on unlabelled new clients, percent")
+    table.add_column("run, row", overflow="fold")
+    for name in ("validation", "before", "after", "gain", SPREAD):
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         result = run.result
+        table.add_row(f"[bold]{escape(run.path.name)}[/bold]", f"{result['rounds']} rounds")
         for row in result["rows"]:
             table.add_row(
-                escape(run.path.name),
-                row_title(row["row"]),
-                str(result["rounds"]),
+                f"  {row_title(row['row'])}",
                 score(row, "validation"),
                 score(row, "test_before"),
                 f"[bold]{score(row, 'test')}[/bold]",
@@ -188,7 +188,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
                 validation, before, after = (_percent(scores[key]) for key in ("validation", "test_before", "test"))
                 known = scores["test"] is not None
                 gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else "-"
-                table.add_row("", f"  {label}", "", validation, before, after, gain, clients, style="dim")
+                table.add_row(f"    {label}", validation, before, after, gain, clients, style="dim")
     console = Console()
     console.print(table)
     for run in runs:
@@ -198,24 +198,32 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     for warning in warnings(runs):
         console.print(f"[yellow]{warning}[/yellow]")
     console.print(
-        "[dim]before, after: the model before and after personalization, at the round of best validation.[/dim]"
+        "[dim]before, after: the model before and after personalization, at the round of best validation; "
+        f"{SPREAD}: of the new clients' accuracies after.[/dim]"
     )
+
+
+def lean_table(title: str) -> Table:
+    """A table without borders, so that rows of figures fit a terminal of 80 columns."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def markdown_table(runs: list[api.Run]) -> str:
     lines = [
-        "| row | rounds | seed | partition | validation | before | after | last | best | clients 10% - median - 90% |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| run | row | rounds | seed | partition | validation | before | after | last | best | clients {SPREAD} |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for run in runs:
         result = run.result
         facts = [result["rounds"], result["seed"], result["partition_seed"]]
         for row in result["rows"]:
             scores = [score(row, key) for key in ("validation", "test_before", "test", "test_last", "test_best")]
-            lines.append(f"| {' | '.join(map(str, [row_title(row['row']), *facts, *scores, spread(row)]))} |")
+            cells = [run.path.name, row_title(row["row"]), *facts, *scores, spread(row)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
             for label, part, clients in by_architecture(row):
                 scores = [_percent(part[key]) for key in ("validation", "test_before", "test")]
-                lines.append(f"| - {' | '.join(map(str, [label, *facts, *scores, '', '', clients]))} |")
+                cells = [run.path.name, f"- {label}", *facts, *scores, "", "", clients]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
 
 
@@ -266,6 +274,9 @@ def participation(text: str | None) -> int | float | None:
     if text is None:
         return None
     try:
-        return float(text) if "." in text else int(text)
+        given = float(text) if "." in text else int(text)
+        if given <= 0 or (isinstance(given, float) and not given <= 1):
+            raise ValueError
+        return given
     except ValueError:
         raise ConfigError(f"--clients-per-round {text}: give a number (20) or a fraction (0.4)") from None

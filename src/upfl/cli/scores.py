@@ -10,23 +10,27 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from upfl.cli.runs import AsJson
+from upfl.cli.runs import AsJson, lean_table
 from upfl.engine.folder import RunFolder
-from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
+from upfl.engine.score import USUAL, Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import ConfigError
 from upfl.personalize.oracle import ORACLES
 from upfl.report.statistics import bootstrap
 
-DEFAULT = "none,calibrated,label-shift,tent"
 HARM = 2.0  # points that a client may lose before it counts as harmed
 LARGE = 100  # samples from which on a client is judged by itself; smaller ones are pooled
 
 
 def score(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
-    names: Annotated[str, typer.Option("--score", help="Personalizers or BASE+CORRECTION, with commas.")] = DEFAULT,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--score",
+            help=f"Personalizers or BASE+CORRECTION, with commas.  [default: {', '.join(USUAL)} and the run's own]",
+        ),
+    ] = None,
     oracles: Annotated[
         str | None, typer.Option(help=f"Bounds that know the labels, drawn apart: {', '.join(ORACLES)} or all.")
     ] = None,
@@ -45,8 +49,8 @@ def score(
 
         upfl score runs/digits-fedavg-paper-s0 --sizes 5,20,60 --classes 2,5,10
     """
-    wanted = _names(names)
-    if not wanted:
+    wanted = _names(names or "")
+    if names is not None and not wanted:
         raise ConfigError("--score: name at least one personalizer, such as none,label-shift")
     if out and out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; give the name of a file")
@@ -155,12 +159,12 @@ def _numbers(text: str | None, option: str) -> list[int]:
 
 def _show(found: dict[str, Any]) -> None:
     console = Console()
-    table = Table(
-        title=f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent",
-        title_justify="left",
-    )
-    for name in ("personalizer", "validation", "new clients", "inductive", "against none", "harmed", "estimate off by"):
-        table.add_column(name, justify="left" if name == "personalizer" else "right")
+    table = lean_table(f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent")
+    later = any("inductive" in row for row in found["rows"])
+    table.add_column("personalizer", no_wrap=True)
+    for name in ("validation", "new clients", *(["inductive"] if later else []), "against none", "harmed"):
+        table.add_column(name, justify="right", no_wrap=name not in ("new clients", "against none"))
+    table.add_column("estimate off by", justify="right")
     last: dict[str, Any] = {"bound": False}
     for row in found["rows"]:
         if row["bound"] and not last["bound"]:
@@ -168,10 +172,10 @@ def _show(found: dict[str, Any]) -> None:
         last = row
         against = row.get("against_none")
         table.add_row(
-            escape(row["name"]) + (" (bound)" if row["bound"] else ""),
+            escape(row["name"]),
             _figure(row.get("validation")),
             f"[bold]{row['test']:.2f}[/bold]",
-            _figure(row.get("inductive")),
+            *([_figure(row.get("inductive"))] if later else []),
             f"{against['difference']:+.2f} [{against['low']:+.2f}, {against['high']:+.2f}]".replace("[", "\\[")
             if against
             else "",
@@ -179,6 +183,11 @@ def _show(found: dict[str, Any]) -> None:
             _figure(row.get("estimate", {}).get("mean_absolute_error")),
         )
     console.print(table)
+    console.print(
+        "[dim]against none: with its 95% interval over clients; harmed: those of the clients with at least "
+        f"{LARGE} samples that lost more than {HARM:g} points, p < 0.05; estimate: the newcomers' own, label-free, "
+        f"mean error in points{'; oracle: bounds that know the labels' if last['bound'] else ''}.[/dim]"
+    )
     for curve in found["newcomers"]:
         figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])
         samples = f"{curve['mean_samples']:.4g} samples" + (

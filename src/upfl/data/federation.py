@@ -29,6 +29,8 @@ class Clients:
         return len(self.train_counts)
 
     def all(self, client: int) -> Indices:
+        if not 0 <= client < len(self):
+            raise IndexError(f"client {client}: there are {len(self)}, counted from 0")
         return self.indices[self.offsets[client] : self.offsets[client + 1]]
 
     def train(self, client: int) -> Indices:

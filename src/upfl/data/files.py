@@ -73,7 +73,7 @@ def load_unlabelled(path: str | Path, shape: Shape, scale: float = 255.0) -> Sam
         return from_array(arrays[name], shape, scale, str(path))
     if _is_idx(path):
         return _load_idx(path, shape, scale)
-    return _load_images(path.parent, [path], shape)
+    return _load_images(path, [path], shape)
 
 
 def load_labelled(path: str | Path, shape: Shape, class_names: Sequence[str], scale: float = 255.0) -> Samples:
@@ -128,7 +128,8 @@ def from_array(array: ArrayLike, shape: Shape, scale: float = 255.0, where: str 
         dtype: np.dtype[Any] = np.dtype(np.uint8)
         largest, kind = scale, f"integers from 0 to {scale:g}"
     elif values.dtype.kind == "f":
-        largest, kind, dtype = 1.0, "floats from 0 to 1", np.dtype(np.float32)
+        largest, dtype = 1.0, np.dtype(np.float32)
+        kind = f"floats from 0 to 1, or integers from 0 to {scale:g} (of an integer type: x.astype('uint8'))"
     else:
         raise DataError(f"{where}: values of type {values.dtype}; give integers from 0 to {scale:g}, or floats to 1")
     # Written so that NaN is wrong, too.
@@ -176,11 +177,11 @@ def _looks_like_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def _load_images(folder: Path, files: list[Path], shape: Shape) -> Samples:
+def _load_images(path: Path, files: list[Path], shape: Shape) -> Samples:
+    """The images among the files in a folder; or the one that `path` itself is."""
     if shape[0] not in (1, 3):
-        raise DataError(
-            f"{folder}: image files have one channel or three, the model takes {shape[0]}: give an .npy file"
-        )
+        raise DataError(f"{path}: image files have one channel or three, the model takes {shape[0]}: give an .npy file")
+    folder = path.parent if path in files else path
     console = Console(stderr=True)
     quiet = len(files) < 1000 or not console.is_terminal
     images, names, skipped, wrong = [], [], [], []
@@ -196,9 +197,11 @@ def _load_images(folder: Path, files: list[Path], shape: Shape) -> Samples:
     if wrong:
         more = [f"and {len(wrong) - 3} more images do not fit"] if len(wrong) > 3 else []
         raise DataError("\n".join([*wrong[:3], *more]))
+    if not images and path in files:
+        raise DataError(f"{path}: neither an image nor an .npy, .npz or idx file")
     if not images:
         found = f" (found {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''})" if skipped else ""
-        raise DataError(f"{files[0] if len(files) == 1 else folder}: there are no images in it{found}")
+        raise DataError(f"{folder}: there are no images in it{found}")
     return Samples(np.stack(images), 255.0, tuple(names), skipped=tuple(skipped))
 
 
@@ -276,8 +279,12 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # NumPy's reader fails in many ways on damaged bytes
-        pickled = any(words in str(error) for words in ("Object arrays", "allow_pickle", "Python objects"))
-        reason = "holds pickled objects, which are never read" if pickled else f"not a NumPy file, or damaged ({error})"
+        if any(words in str(error) for words in ("Object arrays", "Python objects")):
+            reason = "holds pickled objects, which are never read"
+        elif "pickle" in str(error):  # what NumPy says of any bytes that it does not know
+            reason = "not a NumPy file (a pickle is never read)"
+        else:
+            reason = f"not a NumPy file, or damaged ({error})"
         raise DataError(f"{path}: {reason}") from error
 
 

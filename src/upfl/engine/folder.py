@@ -322,7 +322,7 @@ def read_state(path: Path) -> tuple[State, dict[str, Any]]:
     except FileNotFoundError as error:
         raise RunError(f"{path}: missing") from error
     except (SafetensorError, ValueError) as error:
-        raise RunError(f"{path}: damaged ({error})") from error
+        raise RunError(f"{path}: damaged ({error}); put a copy in its place, or train anew elsewhere") from error
 
 
 def _best_names(progress: Progress) -> set[str]:

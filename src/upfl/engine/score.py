@@ -22,7 +22,7 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, one_thread
 from upfl.errors import ConfigError
-from upfl.methods import make_personalizer
+from upfl.methods import make_personalizer, personalizer_class
 from upfl.personalize.base import Personalizer, Unlabelled
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.oracle import ORACLES, Oracle
@@ -31,6 +31,7 @@ from upfl.suggest import unknown
 from upfl.training.base import Training
 
 Tell = Callable[[str], None]
+USUAL = ("none", "calibrated", "label-shift", "tent")  # scored beside the run's own where none are named
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,13 @@ class Scorer:
     """A run's last state, with what the given personalizers and oracles need."""
 
     def __init__(
-        self, folder: RunFolder, names: Sequence[str], oracles: Sequence[str] = (), tell: Tell = lambda what: None
+        self, folder: RunFolder, names: Sequence[str] = (), oracles: Sequence[str] = (), tell: Tell = lambda what: None
     ) -> None:
         self.engine = Engine.standing(folder)
         self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.inputs
         self.personalizers = {
-            name: make_personalizer(name, self.engine.training, self.config.personalizer_hyper(name)) for name in names
+            name: make_personalizer(name, self.engine.training, self.config.personalizer_hyper(name))
+            for name in names or self._usual()
         }
         self.oracles: list[Oracle] = make_oracles(oracles, self.engine.training)
         with one_thread(), torch.no_grad():
@@ -82,6 +84,10 @@ class Scorer:
                 Group(),
                 tell=tell,
             )
+
+    def _usual(self) -> list[str]:
+        names = dict.fromkeys([*USUAL, *self.config.personalize])
+        return [name for name in names if personalizer_class(name).why_not(self.engine.training) is None]
 
     def score(self, inductive: bool = False, tell: Tell = lambda what: None) -> list[Score]:
         """On the federation's own new clients, and on training clients' validation data."""

@@ -68,7 +68,7 @@ def _page(report: Report, reference: str | None) -> str:
     sections = [_setting(report, setting, title, stem, reference) for setting, title, stem in named]
     cards = "".join(_card(setting, title, stem, reference) for setting, title, stem in named)
     costs = _table(report, tables.cost_table(report.collected.runs, called))
-    links = [(stem, title) for _, title, stem in named]
+    links = [(f"{stem}-section", title) for _, title, stem in named]
     links += [("costs-section", "Costs"), ("runs", "Runs"), ("reading", "How to read this")]
     anchors = "".join(f'<a href="#{escape(target)}">{escape(text)}</a>' for target, text in links)
     navigation = f"<nav>{anchors}</nav>"
@@ -117,14 +117,14 @@ def _card(setting: Setting, title: str, stem: str, reference: str | None) -> str
     if against and base:
         words += f", {against.value:+.1f} [{against.low:+.1f}, {against.high:+.1f}] against {base.label}"
     return (
-        f'<a class="card" href="#{escape(stem)}"><div class="what">best on new clients</div>'
+        f'<a class="card" href="#{escape(stem)}-section"><div class="what">best on new clients</div>'
         f'<div class="big">{best.mean(lambda row: row.test):.1f}%</div><div>{escape(words)}</div></a>'
     )
 
 
 def _setting(report: Report, setting: Setting, title: str, stem: str, reference: str | None) -> str:
     parts = [
-        f'<section id="{escape(stem)}"><h2>{escape(title)}</h2>',
+        f'<section id="{escape(stem)}-section"><h2>{escape(title)}</h2>',
         _warnings(setting),
         _table(report, tables.setting_table(setting, stem, reference)),
         _figure(

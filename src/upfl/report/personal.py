@@ -19,9 +19,9 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 52rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .1rem .8rem .1rem 0; text-align: right }
-td:first-child, th:first-child { text-align: left } .bar { width: 18rem; text-align: left }
+td:first-child, th:first-child { text-align: left } .bar { width: 18rem; text-align: left; font-weight: 400 }
 .bar i { display: block; height: .5rem; background: #9aa5b1 } .bar i + i { background: #1b7f5c }
-.note { color: #52606d } .cards { display: flex; flex-wrap: wrap; gap: .8rem }
+svg { max-width: 100%; height: auto } .note { color: #52606d } .cards { display: flex; flex-wrap: wrap; gap: .8rem }
 .cards figure { margin: 0; width: 5.5rem; font-size: .75rem; overflow-wrap: anywhere }
 .cards img { width: 5.5rem; height: 5.5rem; image-rendering: pixelated; background: #eee; object-fit: contain }
 @media (prefers-color-scheme: dark) { body { background: #12171c; color: #d9e2ec } .note { color: #9aa5b1 } }
@@ -41,7 +41,7 @@ def page(mine: PersonalModel, samples: Samples) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(diary.decision)}.</p>",
+        f"<p>{escape(diary.decision[:1].upper() + diary.decision[1:])}.</p>",
         f"<p class=note>{escape(made)}; {escape(manifest.made_with)}.",
         "This page shows some of your images: pass it on as you would pass them on.</p>",
         *_accuracy(mine),
@@ -74,14 +74,14 @@ def _mix(mine: PersonalModel) -> list[str]:
         f'<i style="width:{100 * mix.after[c] / largest:.1f}%"></i></td></tr>'
         for c in order
     ]
-    head = "<tr><th>class</th><th>before</th><th>after</th><th></th></tr>"
+    head = "<tr><th>class</th><th>before</th><th>after</th><th class=bar>before (grey), after (green)</th></tr>"
     more = len(mine.classes_) - len(order)
     note = f"<p class=note>{more} rarer classes are not shown.</p>" if more else ""
     return ["<h2>Class mix</h2>", f"<table>{head}{''.join(rows)}</table>{note}"]
 
 
 def _diary(mine: PersonalModel) -> list[str]:
-    entropy = mine.diary.entropy
+    entropy, steps = mine.diary.entropy, len(mine.diary.loss)
     if len(entropy) < 2:
         return []
     width, height, edge, top = 560, 160, 40, max(*entropy, 1e-9)
@@ -95,13 +95,13 @@ def _diary(mine: PersonalModel) -> list[str]:
     )
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return [
-        "<h2>Uncertainty, step by step</h2>",
+        f"<h2>Uncertainty{', step by step' if steps else ''}</h2>",
         f'<svg viewBox="0 0 {width} {height}" width="{width}" fill="#1b7f5c" font-size="12" role="img">',
         f'<polyline points="{line}" fill="none" stroke="#1b7f5c" stroke-width="2"/>{dots}',
         f'<text x="{points[0][0]:.0f}" y="{points[0][1] - 8:.0f}">{entropy[0]:.3f}</text>',
         f'<text x="{points[-1][0]:.0f}" y="{points[-1][1] - 8:.0f}" text-anchor="end">{entropy[-1]:.3f}</text>',
         f'<text x="{edge}" y="{height - 5}">before</text>',
-        f'<text x="{width - edge}" y="{height - 5}" text-anchor="end">last step</text></svg>',
+        f'<text x="{width - edge}" y="{height - 5}" text-anchor="end">{"last step" if steps else "after"}</text></svg>',
         "<p class=note>Mean entropy of the predictions, in nats.</p>",
     ]
 
