@@ -63,7 +63,7 @@ from upfl.manifest import (
 )
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled
-from upfl.personalize.fitting import CrossFitted, needs_of
+from upfl.personalize.fitting import NO_FOLDS, CrossFitted, needs_of
 from upfl.randomness import generator
 from upfl.report.card import federation_card, personal_card
 from upfl.state import State, contiguous, prefixed, select
@@ -539,7 +539,7 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
     given = CrossFitted(Published({}, manifest.training.round))
     for need in needs.values():
         fit = need.stage(given)
-        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[0])
+        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[NO_FOLDS])
     tensors = _tensors(folder / WEIGHTS, expected)
     members = _StoredMembers([folder / member_file(i) for i in range(manifest.members)], training)
     for i in range(len(members)):

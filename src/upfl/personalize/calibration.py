@@ -28,7 +28,7 @@ from torch import Tensor
 from upfl.errors import RunError
 from upfl.personalize.base import Personalized, Personalizer, Predictor, Unlabelled, entropy
 from upfl.personalize.estimate import Reliability, estimates
-from upfl.personalize.fitting import FITS, Fit, Need, takes_part
+from upfl.personalize.fitting import Fit, Need
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 from upfl.training.base import Client, Hyper, Published, Total, Training
@@ -42,38 +42,47 @@ class Calibration(Fit):
     """Newton's method for all fits at once. theta = (a, b) of each fit."""
 
     key = "calibration"
+    depth = 3  # the gate stands on it, and on the gate what is fitted last
     rounds = 60
     # Sums of Hessians are large, and need not be exact: a Newton step corrects itself.
     scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian", "prior"), 24)
 
     def init(self, generator: torch.Generator) -> State:
-        theta = torch.zeros(FITS, 1 + self.classes, dtype=torch.float64)
+        fits = len(self.left_out)
+        theta = torch.zeros(fits, 1 + self.classes, dtype=torch.float64)
         theta[:, 0] = 1
         return {
             "point": theta,  # where the clients look next
             "theta": theta.clone(),  # the best so far, what the loss is there, and where to go from there
-            "loss": torch.full((FITS,), torch.inf, dtype=torch.float64),
+            "loss": torch.full((fits,), torch.inf, dtype=torch.float64),
             "direction": torch.zeros_like(theta),
-            "fraction": torch.ones(FITS, dtype=torch.float64),
-            "decrement": torch.full((FITS,), torch.inf, dtype=torch.float64),
-            "prior": torch.full((FITS, self.classes), 1 / self.classes, dtype=torch.float64),
-            "confusion": torch.zeros(FITS, self.classes, self.classes, dtype=torch.float64),
+            "fraction": torch.ones(fits, dtype=torch.float64),
+            "decrement": torch.full((fits,), torch.inf, dtype=torch.float64),
+            "prior": torch.full((fits, self.classes), 1 / self.classes, dtype=torch.float64),
+            "confusion": torch.zeros(fits, self.classes, self.classes, dtype=torch.float64),
         }
 
     def memory(self, client: Client) -> State:
-        newcomer, y = self.play(client)
-        logits = self.personalizer.personalize(self.given.without(client.id), newcomer).logits
-        return {"scores": logits.cpu().double().log_softmax(1), "y": y}
+        y = self.labels(client)
+        varies = bool(self.personalizer.needs())
+        scores = torch.zeros(len(self.left_out) if varies else 1, len(y), self.classes, dtype=torch.float64)
+        for fit, _, personalized in self.plays(client, self.personalizer.personalize, varies):
+            if varies or fit == 0:
+                scores[fit] = personalized.logits.cpu().double().log_softmax(1)
+        return {"scores": scores, "y": y}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        sums = [newton_sums(theta, carry["scores"], carry["y"]) for theta in server["point"]]
-        taking = takes_part(client.id)
-        up = {name: torch.stack([one[name] for one in sums]) for name in sums[0]}
-        return {name: value * taking.view(-1, *[1] * (value.dim() - 1)) for name, value in up.items()}, carry
+        scores, y = carry["scores"].expand(len(self.left_out), -1, -1), carry["y"]
+        sums = {fit: newton_sums(server["point"][fit], scores[fit], y) for fit in self.part_of(client.id)}
+        up = {name: value.new_zeros(len(self.left_out), *value.shape) for name, value in sums[0].items()}
+        for fit, one in sums.items():
+            for name, value in one.items():
+                up[name][fit] = value
+        return up, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         count = total["count"].double().clamp(min=1)
-        weight = torch.full((1 + self.classes,), self.penalty(), dtype=torch.float64).repeat(FITS, 1)
+        weight = torch.full((1 + self.classes,), self.penalty(), dtype=torch.float64).repeat(len(count), 1)
         weight[:, 0] = 1 / count
         away = server["point"].clone()
         away[:, 0] -= 1
@@ -217,7 +226,8 @@ class Correction(Personalizer[H]):
         return cls.Base.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (*self.base.needs(), Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
+        below = (need.under(Calibration) for need in self.base.needs())
+        return (*below, Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
 
     def own_needs(self) -> tuple[Need, ...]:
         """What this needs besides the calibration."""
