@@ -536,11 +536,15 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
         raise BundleError(f"{path}: members: {manifest.members}, which does not fit {training.name}")
     with torch.device("meta"):
         expected = prefixed("state", training.publish(training.init(generator(0))))
-    given = CrossFitted(Published({}, manifest.training.round))
-    for need in needs.values():
+    given, ranges = CrossFitted(Published({}, manifest.training.round)), {}
+    for key, need in needs.items():
         fit = need.stage(given)
+        ranges |= {f"fitted.{key}.{name}": limits for name, limits in fit.ranges().items()}
         expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[NO_FOLDS])
     tensors = _tensors(folder / WEIGHTS, expected)
+    for name, (low, high) in ranges.items():
+        if not ((tensors[name] >= low) & (tensors[name] <= high)).all():
+            raise BundleError(f"{folder / WEIGHTS}: tensor {name} has values that are not from {low:g} to {high:g}")
     members = _StoredMembers([folder / member_file(i) for i in range(manifest.members)], training)
     for i in range(len(members)):
         members[i]

@@ -189,6 +189,9 @@ class Choice(Fit):
             "scatter": (total["excess"] / weight - m.square()).clamp(min=0),
         }
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"offset": (-1, 1), "covariance": (-1, 1), "scatter": (0, 1)}
+
     def facts(self, server: State) -> dict[str, float]:
         names = self.personalizer.candidates
         return {f"offset.{name}": value for name, value in zip(names, server["offset"][0].tolist(), strict=True)}

@@ -16,6 +16,7 @@ below. pi is smoothed by 1e-4 and 1e-6 accordingly.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
@@ -134,6 +135,9 @@ class Calibration(Fit):
             "prior": prior / prior.sum(),
             "confusion": server["confusion"][fit].clone(),
         }
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"scale": (LEAST_SCALE / 2, math.inf), "prior": (1e-12, 1), "confusion": (0, 1)}
 
 
 def newton_sums(theta: Tensor, scores: Tensor, y: Tensor) -> State:

@@ -55,6 +55,9 @@ class Reliability(Fit):
         offset = total["error"] / clients
         return {"offset": offset, "scatter": (total["excess"] / clients - offset.square()).clamp(min=0)}
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"offset": (-1, 1), "scatter": (0, 1)}
+
 
 def raw_estimate(predictions: Tensor, posterior: Tensor) -> tuple[float, float]:
     """(the accuracy that the posteriors give to predictions, its variance)"""

@@ -113,6 +113,10 @@ class Fit(Stage[Hyper]):
         """What was fitted without `left_out[fit]`; fit 0 is on all clients."""
         return {name: value[fit].clone() for name, value in server.items()}
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Between which values what is fitted lies, by name, where not every number will do."""
+        return {}
+
     def results(self, server: State) -> dict[Folds, State]:
         name = f"{self.key}.{self.personalizer.name}"
         return {folds: prefixed(name, self.fitted(server, fit)) for fit, folds in enumerate(self.left_out)}

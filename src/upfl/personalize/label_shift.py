@@ -154,6 +154,9 @@ class Gate(Fit):
         menus = [choose(*sums) for sums in zip(total["gain"], total["products"], clients.tolist(), strict=True)]
         return {"menu": torch.tensor(menus), "loss": total["gain"] / samples.unsqueeze(1)}
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"menu": (0, self.menus - 1)}
+
     def facts(self, server: State) -> dict[str, float]:
         menu = int(server["menu"][0])
         return {"menu": menu, "gain_nats": -server["loss"][0, menu].item()}
@@ -214,6 +217,9 @@ class Mixture(Fit):
         weight = total["weight"] + 1e-6
         alpha = server["alpha"] * total["up"] / total["down"].clamp(min=1e-9).unsqueeze(2)
         return {"alpha": alpha.clamp(1e-3, 1e4), "weight": weight / weight.sum(1, keepdim=True)}
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"alpha": (1e-3, 1e4), "weight": (0, 1)}
 
 
 class EmHyper(Hyper):
