@@ -536,7 +536,8 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
         raise BundleError(f"{path}: members: {manifest.members}, which does not fit {training.name}")
     with torch.device("meta"):
         expected = prefixed("state", training.publish(training.init(generator(0))))
-    given, ranges = CrossFitted(Published({}, manifest.training.round)), {}
+    given = CrossFitted(Published({}, manifest.training.round))
+    ranges: dict[str, tuple[float, float]] = {}
     for key, need in needs.items():
         fit = need.stage(given)
         ranges |= {f"fitted.{key}.{name}": limits for name, limits in fit.ranges().items()}
