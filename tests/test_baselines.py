@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
+from tests.observers import Watching
 from tests.reference import (
     CASES,
     CLASSES,
@@ -1217,7 +1218,7 @@ def test_scaffolds_memory_survives_a_stop_and_does_not_depend_on_the_workers(
     config = small_config("scaffold", rounds=5, clients_per_round=3, checkpoint_every=2)
     expected = ran(config, tmp_path / "one")
     with pytest.raises(StopError):  # after round 3, when the checkpoint holds round 2
-        api.train(config, tmp_path / "two", workers=2, observer=_Stopping("round", 3))
+        api.train(config, tmp_path / "two", workers=2, observer=Interrupter("round", 3))
     folder = RunFolder(tmp_path / "two")
     assert not folder.finished
     stopped = folder.load(torch.device("cpu"))
@@ -1229,12 +1230,8 @@ def test_scaffolds_memory_survives_a_stop_and_does_not_depend_on_the_workers(
     assert_same(ours, expected)
 
 
-class _Stopping(Interrupter):
-    def note(self, text: str) -> None: ...
-
-
 @dataclass
-class Scales:
+class Scales(Watching):
     """Weighs this process after every stage of a run."""
 
     tensors: int = 0
@@ -1246,8 +1243,6 @@ class Scales:
 
     def begin(self, run: Engine) -> None:
         self.weigh()
-
-    def note(self, text: str) -> None: ...
 
     def stage(self, what: str) -> None:
         self.weigh()

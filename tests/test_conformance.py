@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.observers import Watching
 from upfl.config import Config, configure
 from upfl.data import Federation, Source
 from upfl.data.inputs import Inputs
@@ -281,15 +282,11 @@ class StopError(Exception):
     """What an interrupted run ends with, here."""
 
 
-class Interrupter:
+class Interrupter(Watching):
     """Stops a run when the n-th stage (or round's end) of a kind is reached."""
 
     def __init__(self, what: str, number: int) -> None:
         self.what, self.left = what, number
-
-    def begin(self, run: Engine) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
     def stage(self, what: str) -> None:
         self._count(what.split()[0])

@@ -16,6 +16,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.observers import Interrupting
 from tests.plugin_methods import (
     FAULTS,
     ROOT,
@@ -33,7 +34,7 @@ from tests.plugin_methods import (
 from upfl import accuracy, api, data
 from upfl.config import Config
 from upfl.engine.folder import RunFolder
-from upfl.engine.rounds import Engine, one_thread
+from upfl.engine.rounds import one_thread
 from upfl.errors import ConfigError, DataError, RunError, UpflError
 
 
@@ -273,26 +274,6 @@ def test_a_kill_before_there_is_a_run_does_not_take_the_folder(tmp_path: Path) -
         assert_same(path, reference)
     else:
         pytest.fail("there never was a run")
-
-
-class Interrupting:
-    """An observer that stops a run after a round, as Ctrl-C does."""
-
-    def __init__(self, round: int) -> None:
-        self.last = round
-
-    def begin(self, run: Engine) -> None:
-        pass
-
-    def stage(self, what: str) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def round(self, metrics: dict[str, Any]) -> None:
-        if metrics["round"] == self.last:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("clip", [10.0, 0.05])

@@ -22,6 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.app.message import make_message
 
 from tests.in_process_grid import InProcessGrid, Tamper
+from tests.observers import Watching
 from tests.plugin_methods import (
     ROOT,
     assert_memory_counted_once,
@@ -90,7 +91,7 @@ def assert_same_run(flower: Path, engine: Path) -> None:
         assert tensors(flower / name) == tensors(engine / name)
 
 
-class Watch:
+class Watch(Watching):
     """The server's state after every round."""
 
     def __init__(self, stop_after: int = 0) -> None:
@@ -99,10 +100,6 @@ class Watch:
 
     def begin(self, run: Engine) -> None:
         self.run = run
-
-    def note(self, text: str) -> None: ...
-
-    def stage(self, what: str) -> None: ...
 
     def round(self, metrics: dict[str, Any]) -> None:
         self.states.append({name: value.clone() for name, value in self.run.progress.server.items()})
@@ -498,6 +495,22 @@ def test_the_bundle_is_the_best_rounds_state_with_the_runs_personalizers(trained
     assert set(bundle.personalizers) == {"one-step", "none"}
     assert bundle.manifest.default == max(scored, key=lambda name: scored[name])
     assert bundle.manifest.task.classes == tuple("0123456789")
+
+
+def test_a_newcomer_of_each_size_personalizes_from_the_bundle_of_a_heterogeneous_federation(tmp_path: Path) -> None:
+    federated(small("hetero-fedtta"), tmp_path / "run", InProcessGrid(nodes()))
+    sizes = list(Bundle.load(tmp_path / "run" / "bundle").manifest.architectures)
+    assert len(sizes) == 3
+    asked = {i: {"newcomer": i, "architecture": size, "out": str(tmp_path / size)} for i, size in enumerate(sizes, 1)}
+    odd = {9: {"newcomer": 0, "architecture": "gigantic"}}
+    settings = Settings(
+        mode="personalize", bundle=tmp_path / "run" / "bundle", profile="smoke", min_nodes=3, wait=5, timeout=5
+    )
+    told = {about["node"]: about for about in personalize(InProcessGrid(asked | odd), settings)}
+    assert "problem" in told[9]
+    models = [PersonalModel.load(tmp_path / size) for size in sizes]
+    assert [model.manifest.architecture for model in models] == sizes
+    assert len({sum(value.numel() for value in model.predictor.params[0].values()) for model in models}) == 3
 
 
 # Privacy

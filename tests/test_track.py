@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.observers import Interrupting
 from tests.plugin_methods import arguments, lines, small, upfl
 from upfl import api
-from upfl.engine.rounds import Engine
 from upfl.track import Several, tracker
-
-
-class StopAfter:
-    """Ctrl-C after a round."""
-
-    def __init__(self, round: int) -> None:
-        self.last = round
-
-    def begin(self, run: Engine) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def stage(self, what: str) -> None: ...
-
-    def round(self, metrics: dict[str, Any]) -> None:
-        if metrics["round"] == self.last:
-            raise KeyboardInterrupt
 
 
 def stopped_and_resumed(run: Path, name: str) -> None:
     """A run whose third round is tracked twice: its checkpoint is older."""
     config = small("fedtta-prox", score=["early-stopped"], checkpoint_every=2, evaluate_every=1)
     with pytest.raises(KeyboardInterrupt):
-        api.train(config, run, workers=1, observer=Several([tracker(name), StopAfter(3)]))
+        api.train(config, run, workers=1, observer=Several([tracker(name), Interrupting(3)]))
     api.resume(run, workers=1, observer=tracker(name))
 
 

@@ -146,7 +146,12 @@ def join(rank: int, size: int, store: Path, children: Sequence[Child] = ()) -> G
 @contextmanager
 def torchrun_group() -> Iterator[Group]:
     """The group that torchrun started this process in."""
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    # There is nothing to save yet, and a handler in Python would not run before the others come, who may have failed.
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     try:
         yield Group(dist.get_rank(), dist.get_world_size())
     finally:

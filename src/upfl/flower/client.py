@@ -20,10 +20,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
+from numpy.typing import ArrayLike
 
 from upfl.bundle import Bundle, PersonalModel
 from upfl.config import Config
-from upfl.data.files import load_unlabelled
+from upfl.data.files import Samples, load_unlabelled
 from upfl.engine.clients import LocalClient, validation_client
 from upfl.engine.evaluate import count_correct
 from upfl.engine.fitting import fit_client
@@ -157,10 +158,12 @@ def _personal_model(message: Message, node: Node) -> PersonalModel:
             raise ConfigError(f"node-config: newcomer is {node.newcomer}; there are {len(federation.new)}")
         if federation.new.angles[node.newcomer]:
             raise ConfigError("node-config: newcomer: images of this partition are turned; give data")
-        return received.personalize(federation.source.images[federation.new.all(node.newcomer)], node.personalizer)
-    if node.data is None:
+        samples: ArrayLike | Samples = federation.source.images[federation.new.all(node.newcomer)]
+    elif node.data is not None:
+        samples = load_unlabelled(node.data, form.image, form.scale)
+    else:
         raise ConfigError("node-config: a newcomer needs data, a folder or a file without labels")
-    return received.personalize(load_unlabelled(node.data, form.image, form.scale), node.personalizer)
+    return received.personalize(samples, node.personalizer, architecture=node.architecture)
 
 
 class TrainingNode:

@@ -141,9 +141,7 @@ def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> R
     require_fit(config, federation, settings.privacy)
     run = FederatedRun(_folder(settings, config, task), grid, settings, federation)
     run.run(observer or _Log())
-    if run.training.heterogeneous:
-        log(WARNING, "there is no bundle: bundles do not carry trainings of several architectures")
-    elif not (settings.out / BUNDLE).exists():
+    if not (settings.out / BUNDLE).exists():
         run.write_bundle(settings.out / BUNDLE)
     return run.folder
 

@@ -84,6 +84,7 @@ class Node(Table):
     state: Path | None = Field(None, description="a folder for what it must remember beyond a Flower run")
     out: Path | None = Field(None, description="a folder for what a newcomer makes of the bundle")
     personalizer: str | None = Field(None, description="of those in the bundle; its default unless told otherwise")
+    architecture: str | None = Field(None, description="a newcomer's, where the bundle has models of several sizes")
     share: Literal["counts", "estimates"] = Field("counts", description="what a newcomer sends back")
     device: str = "cpu"
 

@@ -38,8 +38,11 @@ def divergence(logits: Tensor, others: Tensor, weight: Tensor, own_first: bool) 
 
 def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, State]:
     """A loss and its gradient by autograd, for steps whose derivatives are not written out."""
-    gradient, value = torch.func.grad_and_value(loss)(params)
-    return value, gradient
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad():
+        value = loss(leaves)
+        found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return value.detach(), dict(zip(leaves, found, strict=True))
 
 
 def sgd_(

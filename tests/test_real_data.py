@@ -1,0 +1,41 @@
+"""Every training on every real data set that is on this machine: two workers, stopped and resumed, to the same bits.
+
+`make test-all` with `$UPFL_DATA` set (CONTRIBUTING.md); a data set that is not there is skipped, and said so.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import upfl
+from tests.observers import Interrupting
+from tests.plugin_methods import lines
+from upfl.data.catalog import CATALOG
+from upfl.data.sources import locate
+from upfl.methods import TRAININGS
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("dataset", CATALOG)
+def test_two_workers_and_a_resume_change_no_bit(training: str, dataset: str, tmp_path: Path) -> None:
+    if locate(dataset) is None:
+        pytest.skip(f"{dataset} is not on this machine: `upfl data fetch {dataset}`, or set $UPFL_DATA")
+    head = ["rank=4"] if training == "odpfl-hn" else []  # the full head wants one worker and gigabytes
+    config = upfl.configure(training, dataset, profile="smoke", rounds=2, settings=["iterations=2", *head])
+
+    whole = upfl.train(config, tmp_path / "whole", workers=1)
+    with pytest.raises(KeyboardInterrupt):
+        upfl.train(config, tmp_path / "stopped", workers=1, observer=Interrupting(1))
+    resumed = upfl.resume(tmp_path / "stopped", workers=2)
+
+    assert [row["row"] for row in whole.result["rows"]] == [row["row"] for row in resumed.result["rows"]]
+    assert _scores(whole.path) == _scores(resumed.path)
+    assert not any(metrics["left_out"] for metrics in whole.metrics)
+
+
+def _scores(run: Path) -> list[dict[str, Any]]:
+    assert len(lines(run)) == 2
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines(run)]
