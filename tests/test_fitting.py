@@ -72,23 +72,27 @@ def shifted() -> World:
 @pytest.mark.parametrize("classes", [2, 7])
 def test_newtons_sums_are_the_derivatives_of_the_loss(classes: int) -> None:
     rng = np.random.default_rng(classes)
-    scores = torch.tensor(rng.normal(size=(11, classes))).log_softmax(1)
+    scores = torch.tensor(rng.normal(size=(3, 11, classes))).log_softmax(2)
     y = torch.tensor(rng.integers(0, classes, 11))
-    theta = torch.tensor(rng.normal(size=1 + classes))
+    thetas = torch.tensor(rng.normal(size=(3, 1 + classes)))
+    shared = newton_sums(thetas, scores[:1], y)
+    for fit, (theta, own) in enumerate(zip(thetas, scores, strict=True)):
 
-    def loss(theta: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(theta[0] * scores + theta[1:], y, reduction="sum")
+        def loss(theta: Tensor, own: Tensor = own) -> Tensor:
+            return torch.nn.functional.cross_entropy(theta[0] * own + theta[1:], y, reduction="sum")
 
-    sums = newton_sums(theta, scores, y)
-    torch.testing.assert_close(sums["loss"], loss(theta))
-    torch.testing.assert_close(sums["gradient"], torch.func.grad(loss)(theta))
-    torch.testing.assert_close(sums["hessian"], torch.func.hessian(loss)(theta))
-    p = (theta[0] * scores + theta[1:]).softmax(1)
-    torch.testing.assert_close(sums["prior"], p.sum(0))
-    confusion = torch.zeros(classes, classes, dtype=torch.int64)
-    for d, c in zip(p.argmax(1).tolist(), y.tolist(), strict=True):
-        confusion[d, c] += 1
-    assert torch.equal(sums["confusion"], confusion)
+        sums = {name: value[fit] for name, value in newton_sums(thetas, scores, y).items()}
+        torch.testing.assert_close(sums["loss"], loss(theta))
+        torch.testing.assert_close(sums["gradient"], torch.func.grad(loss)(theta))
+        torch.testing.assert_close(sums["hessian"], torch.func.hessian(loss)(theta))
+        torch.testing.assert_close(shared["loss"][fit], loss(theta, scores[0]))
+        p = (theta[0] * own + theta[1:]).softmax(1)
+        torch.testing.assert_close(sums["prior"], p.sum(0))
+        confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        for d, c in zip(p.argmax(1).tolist(), y.tolist(), strict=True):
+            confusion[d, c] += 1
+        assert torch.equal(sums["confusion"], confusion)
+        assert int(sums["count"]) == 11
 
 
 def pooled_calibration(logits: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[float, Floats]:

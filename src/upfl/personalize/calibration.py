@@ -73,12 +73,12 @@ class Calibration(Fit):
         return {"scores": scores, "y": y}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        scores, y = carry["scores"].expand(len(self.left_out), -1, -1), carry["y"]
-        sums = {fit: newton_sums(server["point"][fit], scores[fit], y) for fit in self.part_of(client.id)}
-        up = {name: value.new_zeros(len(self.left_out), *value.shape) for name, value in sums[0].items()}
-        for fit, one in sums.items():
-            for name, value in one.items():
-                up[name][fit] = value
+        part = self.part_of(client.id)
+        scores = carry["scores"][part] if len(carry["scores"]) > 1 else carry["scores"]
+        up = {}
+        for name, value in newton_sums(server["point"][part], scores, carry["y"]).items():
+            up[name] = value.new_zeros(len(self.left_out), *value.shape[1:])
+            up[name][part] = value
         return up, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
@@ -141,26 +141,29 @@ class Calibration(Fit):
 
 
 def newton_sums(theta: Tensor, scores: Tensor, y: Tensor) -> State:
-    """A client's part of the loss, its gradient and Hessian at theta; and of the mean posterior and confusion there."""
-    classes = scores.shape[1]
-    log_p = (theta[0] * scores + theta[1:]).log_softmax(1)
+    """A client's part of the loss, its gradient and Hessian at each theta; and of the mean posterior and confusion.
+
+    theta [fits, 1 + classes], scores [fits or 1, n, classes], y [n].
+    """
+    (fits, _), (_, n, classes) = theta.shape, scores.shape
+    log_p = (theta[:, :1].unsqueeze(2) * scores + theta[:, 1:].unsqueeze(1)).log_softmax(2)
     p = log_p.exp()
     off = p.clone()
-    off[torch.arange(len(y)), y] -= 1
-    mean = (p * scores).sum(1, keepdim=True)
-    mixed = (p * (scores - mean)).sum(0)
-    hessian = torch.empty(1 + classes, 1 + classes, dtype=scores.dtype)
-    hessian[0, 0] = (p * (scores - mean).square()).sum()
-    hessian[0, 1:] = hessian[1:, 0] = mixed
-    hessian[1:, 1:] = p.sum(0).diag() - p.T @ p
-    predicted_as = torch.bincount(p.argmax(1) * classes + y, minlength=classes**2)
+    off[:, torch.arange(n), y] -= 1
+    away = scores - (p * scores).sum(2, keepdim=True)
+    hessian = torch.empty(fits, 1 + classes, 1 + classes, dtype=scores.dtype)
+    hessian[:, 0, 0] = (p * away.square()).sum((1, 2))
+    hessian[:, 0, 1:] = hessian[:, 1:, 0] = (p * away).sum(1)
+    hessian[:, 1:, 1:] = p.sum(1).diag_embed() - p.mT @ p
+    confusion = torch.zeros(fits, classes**2, dtype=torch.int64)
+    confusion.scatter_add_(1, p.argmax(2) * classes + y, torch.ones(fits, n, dtype=torch.int64))
     return {
-        "count": torch.tensor(len(y)),
-        "loss": -log_p[torch.arange(len(y)), y].sum(),
-        "gradient": torch.cat([(off * scores).sum().view(1), off.sum(0)]),
+        "count": torch.full((fits,), n),
+        "loss": -log_p[:, torch.arange(n), y].sum(1),
+        "gradient": torch.cat([(off * scores).sum((1, 2)).unsqueeze(1), off.sum(1)], 1),
         "hessian": hessian,
-        "prior": p.sum(0),
-        "confusion": predicted_as.view(classes, classes),
+        "prior": p.sum(1),
+        "confusion": confusion.view(fits, classes, classes),
     }
 
 
