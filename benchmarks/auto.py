@@ -6,6 +6,10 @@ is the one with the highest mean accuracy over its partitions, which is known on
 distance is a bootstrap over clients, paired, each partition for itself; below 0 `auto` is the better one. A setting
 passes where that interval reaches below half a point; where label shift is the point (`--keeps`), `auto` must also keep
 at least half of label-shift's gain.
+
+`--harm` has a second table: label-shift and `auto` against the raw and the calibrated model, clients of 100 samples and
+more that lose over two points with McNemar's p under 0.05, smaller ones pooled; and how far the label-free estimate is
+off, a mean over clients.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from upfl.engine.score import mcnemar
 from upfl.report.statistics import bootstrap
 
 SINGLE = ("none", "one-step", "early-stopped", "label-shift")
@@ -33,6 +38,31 @@ def read(path: Path) -> Rows:
 def _clients(clients: list[dict[str, float]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     sizes = np.array([client["size"] for client in clients], np.float64)
     return np.array([client["accuracy"] for client in clients]) / 100 * sizes, sizes
+
+
+def harm(setting: str, files: list[Path]) -> list[str]:
+    """The rows of the second table."""
+    partitions = [read(file) for file in files]
+    found = [{row["name"]: row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]} for file in files]
+    lines = []
+    for name in ("label-shift", "auto"):
+        estimates = [rows[name]["estimate"] for rows in found]
+        off, covered = (np.mean([one[key] for one in estimates]) for key in ("mean_absolute_error", "covered"))
+        for reference in ("none", "calibrated"):
+            value, low, high = difference(partitions, name, reference)
+            against = [rows[name][f"against_{reference}"] for rows in found]
+            harmed, large = (sum(one[key] for one in against) for key in ("harmed_large_clients", "large_clients"))
+            lost, won = (sum(one["small_clients"][way] for one in against) for way in ("lost", "won"))
+            cells = [
+                setting,
+                f"{name} against {reference}",
+                f"{value:+.2f} [{low:+.2f}, {high:+.2f}]",
+                f"{harmed} of {large}",
+                f"{lost}, {won} (p {mcnemar(lost, won):.2g})",
+                f"{off:.1f}, {covered:.0f}%",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def difference(partitions: list[Rows], ours: str, theirs: str) -> tuple[float, float, float]:
@@ -73,12 +103,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("settings", nargs="+", metavar="NAME=FILE,...")
     parser.add_argument("--keeps", default="", help="settings, with commas, where half of label-shift's gain must stay")
+    parser.add_argument("--harm", action="store_true", help="the second table instead")
     arguments = parser.parse_args()
+    named = [setting.partition("=") for setting in arguments.settings]
+    settings = {name: [Path(file) for file in files.split(",")] for name, _, files in named}
+    if arguments.harm:
+        print("| setting | | difference | large clients harmed | small clients: lost, won | estimate off by, covered |")
+        print("|---|---|---:|---:|---:|---:|")
+        print("\n".join(row for name, files in settings.items() for row in harm(name, files)))
+        return
     print(f"| setting | {' | '.join(SINGLE)} | auto (each partition) | best single, its lead | kept | passes |")
     print(f"|---|{'---:|' * (len(SINGLE) + 4)}")
-    for setting in arguments.settings:
-        name, _, files = setting.partition("=")
-        print(line(name, [read(Path(file)) for file in files.split(",")], name in arguments.keeps.split(",")))
+    for name, files in settings.items():
+        print(line(name, [read(file) for file in files], name in arguments.keeps.split(",")))
 
 
 if __name__ == "__main__":
