@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 EXTRAS := dev,flower,mlflow,onnx,search,tensorboard
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types keys bench constraints clean
+.PHONY: help demo test test-all lint types keys bench bench-peers constraints clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -32,6 +32,9 @@ keys: $(STAMP)   ## certificates and keys for a trial of a Flower federation on 
 
 bench: $(STAMP)  ## one training step against the machine's matrix-multiply rate
 	$(BIN)/python -m benchmarks.steps
+
+bench-peers: $(STAMP)  ## rounds against other systems', each in an environment of its own (hours: see --help)
+	$(BIN)/python -m benchmarks.peers
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "upfl needs Python 3.11 or later; set PYTHON=")'

@@ -45,10 +45,11 @@ def descendants(pid: int) -> list[int]:
     return children + [grandchild for child in children for grandchild in descendants(child)]
 
 
-def proportional(pid: int) -> int:
+def proportional(pid: int, kind: str = "Pss") -> int:
+    """Bytes of the proportional set size; `Pss_Anon` without what is mapped from files, which the system may drop."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith(f"{kind}:"):
                 return int(line.split()[1]) * 1024
     except (FileNotFoundError, ProcessLookupError):
         return 0  # it has just ended

@@ -1,13 +1,13 @@
 """A federation: the training clients with their train and validation splits, and the new clients."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from upfl.data.partition import Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
+from upfl.data.partition import Hands, Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
 from upfl.data.sources import Source
 from upfl.errors import ConfigError, DataError
 from upfl.randomness import seed_of
@@ -66,8 +66,8 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     hands = dict(zip(("training", "new"), _deal(source, partition, pool, seed), strict=True))
     notes = []
     for role, dealt in hands.items():
-        hands[role] = held = [hand for hand in dealt if len(hand)]
-        if not held:
+        hands[role] = held = dealt.chosen(np.flatnonzero(dealt.sizes))
+        if not len(held):
             raise DataError(f"no sample is left for {role} clients: take more samples or fewer clients")
         if empty := len(dealt) - len(held):
             notes.append(f"{empty} of {len(dealt)} {role} clients hold no samples and are left out")
@@ -115,7 +115,7 @@ def _draw_pool(source: Source, partition: Partition, seed: int) -> tuple[Indices
     return pool[~drawn], pool[drawn]
 
 
-def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[list[Indices], list[Indices]]:
+def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Hands, Hands]:
     """What each training client and each new client holds."""
     if partition.kind == "dirichlet":
         return _deal_dirichlet(source, partition, pool, seed)
@@ -131,14 +131,12 @@ def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tup
         case "iid":
             hands = iid(len(pool), partition.clients, rng)
     order = _generator(seed, "roles").permutation(len(hands))
-    held = [pool[hands[client]] for client in order]
-    half = (len(held) + 1) // 2
-    return held[:half], held[half:]
+    half = (len(hands) + 1) // 2
+    held = Hands(pool[hands.positions], hands.offsets)
+    return held.chosen(order[:half]), held.chosen(order[half:])
 
 
-def _deal_dirichlet(
-    source: Source, partition: Partition, pool: Indices, seed: int
-) -> tuple[list[Indices], list[Indices]]:
+def _deal_dirichlet(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Hands, Hands]:
     """The canonical training set goes to training clients, the test set to new ones; without one, random halves do."""
     if source.train_count < len(source.labels):
         is_training = pool < source.train_count
@@ -148,14 +146,11 @@ def _deal_dirichlet(
         (pool[is_training], partition.alpha_training, "training"),
         (pool[~is_training], partition.alpha_new, "new"),
     )
-    training, new = (
-        [
-            part[hand]
-            for hand in dirichlet(source.labels[part], partition.clients // 2, alpha, _generator(seed, purpose))
-        ]
-        for part, alpha, purpose in parts
-    )
-    return training, new
+    dealt = []
+    for part, alpha, purpose in parts:
+        hands = dirichlet(source.labels[part], partition.clients // 2, alpha, _generator(seed, purpose))
+        dealt.append(Hands(part[hands.positions], hands.offsets))
+    return dealt[0], dealt[1]
 
 
 def _groups(source: Source, what: str) -> Indices:
@@ -164,35 +159,32 @@ def _groups(source: Source, what: str) -> Indices:
     return source.groups
 
 
-def _training_clients(hands: Sequence[Indices], partition: Partition, seed: int) -> Clients:
-    rng = _generator(seed, "validation")
-    sizes = np.array([len(hand) for hand in hands], np.int64)
+def _training_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
+    sizes = hands.sizes
     validation = np.rint(partition.validation * sizes).astype(np.int64)
     if partition.validation > 0:
         validation = np.maximum(validation, 1)
     validation = np.minimum(validation, sizes - 1)  # a client always has something to train on
     angles = _angles(partition.rotations_training, len(hands), _generator(seed, "angles training"))
-    return _clients([rng.permutation(hand) for hand in hands], sizes - validation, angles)
+    return _clients(hands.shuffled(_generator(seed, "validation")), sizes - validation, angles)
 
 
-def _new_clients(hands: Sequence[Indices], partition: Partition, seed: int) -> Clients:
+def _new_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
     # A larger fraction contains every smaller one. The order must not give labels away either.
-    rng = _generator(seed, "subsample")
-    kept = [rng.permutation(hand)[: max(1, round(partition.new_fraction * len(hand)))] for hand in hands]
+    kept = np.maximum(np.rint(partition.new_fraction * hands.sizes).astype(np.int64), 1)
     angles = _angles(partition.rotations_new, len(hands), _generator(seed, "angles new"))
-    return _clients(kept, np.zeros(len(hands), np.int64), angles)
+    shuffled = hands.shuffled(_generator(seed, "subsample"))
+    return _clients(shuffled.first(kept), np.zeros(len(hands), np.int64), angles)
 
 
 def _angles(choices: tuple[float, ...], count: int, rng: np.random.Generator) -> NDArray[np.float64]:
     return rng.choice(np.array(choices or (0.0,)), count)
 
 
-def _clients(hands: Sequence[Indices], train_counts: Indices, angles: NDArray[np.float64]) -> Clients:
-    offsets = np.concatenate([[0], np.cumsum([len(hand) for hand in hands])]).astype(np.int64)
-    indices = np.concatenate([np.empty(0, np.int64), *hands])
-    for array in (indices, offsets, train_counts, angles):
+def _clients(hands: Hands, train_counts: Indices, angles: NDArray[np.float64]) -> Clients:
+    for array in (hands.positions, hands.offsets, train_counts, angles):
         array.flags.writeable = False
-    return Clients(indices, offsets, train_counts, angles)
+    return Clients(hands.positions, hands.offsets, train_counts, angles)
 
 
 def _counts(values: Indices, clients: Clients, width: int) -> NDArray[np.int64]:

@@ -1,9 +1,11 @@
 """Who holds which samples: the paper's ways to split a data set among clients, as pure functions on indices.
 
-Each function returns one array of positions for each client; together they hold every position once at most.
+Each function says which positions each client holds; together they hold every position once at most.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -91,9 +93,59 @@ def default_partition(dataset: str) -> Partition:
     return defaults[dataset]
 
 
+@dataclass(frozen=True)
+class Hands:
+    """What each client holds, one after another in one array: a million clients are not a million objects."""
+
+    positions: Indices
+    offsets: Indices  # client i holds positions[offsets[i] : offsets[i + 1]]
+
+    @classmethod
+    def cut(cls, positions: Indices, sizes: Indices) -> "Hands":
+        return cls(positions, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: int) -> Indices:
+        return self.positions[self.offsets[client] : self.offsets[client + 1]]
+
+    def __iter__(self) -> Iterator[Indices]:
+        return (self[client] for client in range(len(self)))
+
+    @property
+    def sizes(self) -> Indices:
+        return np.diff(self.offsets)
+
+    def first(self, counts: Indices) -> "Hands":
+        """Each client's first so many positions."""
+        return self._taken(self.offsets[:-1], counts)
+
+    def chosen(self, clients: Indices) -> "Hands":
+        """The hands of these clients, in this order."""
+        return self._taken(self.offsets[:-1][clients], self.sizes[clients])
+
+    def joined(self, number: int) -> "Hands":
+        """Each `number` hands in a row as one client's."""
+        return Hands(self.positions, self.offsets[::number])
+
+    def shuffled(self, rng: np.random.Generator) -> "Hands":
+        """Each client's positions in a random order."""
+        positions = self.positions.copy()
+        for start, end in pairwise(self.offsets.tolist()):
+            rng.shuffle(positions[start:end])
+        return Hands(positions, self.offsets)
+
+    def _taken(self, starts: Indices, sizes: Indices) -> "Hands":
+        taken = Hands.cut(self.positions, sizes)
+        places = np.repeat(starts - taken.offsets[:-1], sizes)
+        places += np.arange(taken.offsets[-1])
+        return Hands(self.positions[places], taken.offsets)
+
+
 def pathological(
     labels: Indices, clients: int, labels_per_client: int, distinct: bool, rng: np.random.Generator
-) -> list[Indices]:
+) -> Hands:
     """Each class cut into shards of equal size, `labels_per_client` shards a client; distinct: of different classes."""
     classes = np.unique(labels)
     if distinct and labels_per_client > len(classes):
@@ -102,60 +154,67 @@ def pathological(
             "lower labels_per_client"
         )
     counts = _even_counts(clients * labels_per_client, len(classes), "classes", rng)
-    shards = [
-        _shards(np.flatnonzero(labels == label), count, rng) for label, count in zip(classes, counts, strict=True)
-    ]
+    shards = _shards([np.flatnonzero(labels == label) for label in classes], counts, rng)
     if distinct:
-        hands = _distinct_hands(counts, clients, labels_per_client, rng)
+        dealt = _distinct_hands(counts, clients, labels_per_client, rng).ravel()
     else:
-        hands = rng.permutation(np.repeat(np.arange(len(classes)), counts)).reshape(clients, labels_per_client)
-    return [np.concatenate([shards[label].pop() for label in hand]) for hand in hands]
+        dealt = rng.permutation(np.repeat(np.arange(len(classes)), counts))
+    # A class's last shard is dealt first: where each class comes up in the deal, in order, its shards from the last on.
+    chosen = np.empty(len(dealt), np.int64)
+    chosen[np.argsort(dealt, kind="stable")] = np.concatenate(
+        [np.arange(end - 1, end - count - 1, -1) for end, count in zip(np.cumsum(counts), counts, strict=True)]
+    )
+    return shards.chosen(chosen).joined(labels_per_client)
 
 
-def superclass(groups: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+def superclass(groups: Indices, clients: int, rng: np.random.Generator) -> Hands:
     """Each group's samples shuffled and cut into pieces of equal size, one piece a client."""
     values = np.unique(groups)
     counts = _even_counts(clients, len(values), "superclasses", rng)
-    return [
-        shard
-        for value, count in zip(values, counts, strict=True)
-        for shard in _shards(np.flatnonzero(groups == value), count, rng)
-    ]
+    return _shards([np.flatnonzero(groups == value) for value in values], counts, rng)
 
 
-def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.random.Generator) -> list[Indices]:
+def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.random.Generator) -> Hands:
     """One client a writer, drawn at random from the writers with enough samples."""
     writers, sizes = np.unique(groups, return_counts=True)
-    eligible = writers[sizes >= minimum_samples]
+    eligible = np.flatnonzero(sizes >= minimum_samples)
     if len(eligible) < clients:
         raise DataError(
             f"{clients} writers with at least {minimum_samples} samples are wanted, and there are {len(eligible)} "
             f"(of {len(writers)}); lower clients or minimum_samples, or get more writers"
         )
-    order = np.argsort(groups, kind="stable")
-    held = dict(zip(writers.tolist(), np.split(order, np.cumsum(sizes)[:-1]), strict=True))
-    return [held[writer] for writer in rng.choice(eligible, clients, replace=False).tolist()]
+    held = Hands.cut(np.argsort(groups, kind="stable"), sizes)
+    return held.chosen(rng.choice(eligible, clients, replace=False))
 
 
-def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Hands:
     """Each class dealt out to all clients in proportions drawn from Dirichlet(alpha); clients may end up with none."""
-    hands: list[list[Indices]] = [[] for _ in range(clients)]
+    dealt, sizes = [], []
     for label in np.unique(labels):
-        positions = rng.permutation(np.flatnonzero(labels == label))
+        dealt.append(rng.permutation(np.flatnonzero(labels == label)))
         proportions = rng.dirichlet(np.full(clients, alpha))
-        cuts = np.rint(np.cumsum(proportions)[:-1] * len(positions)).astype(np.int64)
-        for hand, piece in zip(hands, np.split(positions, cuts), strict=True):
-            hand.append(piece)
-    return [np.concatenate(hand) if hand else np.empty(0, np.int64) for hand in hands]
+        cuts = np.rint(np.cumsum(proportions)[:-1] * len(dealt[-1])).astype(np.int64)
+        sizes.append(np.diff(cuts, prepend=0, append=len(dealt[-1])))
+    if not dealt:
+        return Hands.cut(np.empty(0, np.int64), np.zeros(clients, np.int64))
+    pieces = Hands.cut(np.concatenate(dealt), np.concatenate(sizes))
+    by_client = np.arange(len(pieces)).reshape(len(dealt), clients).T
+    return pieces.chosen(by_client.ravel()).joined(len(dealt))
 
 
-def iid(n: int, clients: int, rng: np.random.Generator) -> list[Indices]:
+def iid(n: int, clients: int, rng: np.random.Generator) -> Hands:
     """All samples shuffled and cut into pieces of equal size."""
-    return _shards(np.arange(n), clients, rng)
+    return _shards([np.arange(n)], [clients], rng)
 
 
-def _shards(positions: Indices, count: int, rng: np.random.Generator) -> list[Indices]:
-    return np.array_split(rng.permutation(positions), count)
+def _shards(groups: Sequence[Indices], counts: Sequence[int] | Indices, rng: np.random.Generator) -> Hands:
+    """Each group's positions shuffled and cut into so many pieces, the first ones larger by one where it must be."""
+    shuffled = [rng.permutation(group) for group in groups]
+    sizes = [
+        len(group) // count + (np.arange(count) < len(group) % count)
+        for group, count in zip(groups, counts, strict=True)
+    ]
+    return Hands.cut(np.concatenate(shuffled), np.concatenate(sizes))
 
 
 def _even_counts(total: int, parts: int, what: str, rng: np.random.Generator) -> Indices:
