@@ -453,6 +453,10 @@ WEIGHT = "state.psi.fc1.weight"
         (lambda state: state.update({WEIGHT: state[WEIGHT] * torch.nan}), f"{WEIGHT} has values that are not finite"),
         (lambda state: state.pop("fitted.calibration.none.bias"), "fitted.calibration.none.bias is missing"),
         (lambda state: state.update({"fitted.calibration.none.bias": torch.zeros(3).double()}), r"shape \[3\]"),
+        (lambda state: state["fitted.calibration.none.scale"].zero_(), r"none\.scale has values that are not from"),
+        (lambda state: state["fitted.calibration.none.prior"].neg_(), r"none\.prior has values that are not from"),
+        (lambda state: state["fitted.gate.label-shift.menu"].fill_(10), r"menu has values that are not from 0 to 9"),
+        (lambda state: state["fitted.reliability.label-shift.scatter"].sub_(2), r"scatter has values that are not"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(change: Callable[[State], Any], says: str, fedavg: Path) -> None:

@@ -253,11 +253,35 @@ def test_draws_that_the_data_cannot_fill_are_told(run: Path, tmp_path: Path) -> 
     assert 100 < curve["mean_samples"] < 600
 
 
-def test_more_classes_than_there_are_are_refused(run: Path) -> None:
+def test_more_classes_than_there_are_are_refused_before_anything_is_fitted(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upfl.engine.score.fit_needs", lambda *given, **more: pytest.fail("it was fitted"))
     said = upfl("score", run, "--score", "none", "--classes", "2,11")
     assert said.code == 2
     assert "--classes 11" in said.err
     assert "10 classes" in said.err
+
+
+def test_other_new_clients_are_scored_with_the_same_fits(run: Path) -> None:
+    whole, half = (
+        Scorer(RunFolder.open(run), ["label-shift"]),
+        Scorer(RunFolder.open(run), ["label-shift"], newcomers={"new_fraction": 0.5}),
+    )
+    sizes = [[len(right) for right in one.score()[0].right] for one in (whole, half)]
+    assert [size // 2 for size in sizes[0]] == pytest.approx(sizes[1], abs=1)
+    assert whole.facts == half.facts
+
+
+def test_new_clients_that_would_change_the_training_are_refused(run: Path) -> None:
+    for setting, words in (
+        ("clients=10", ("clients", "changes the training clients")),
+        ("new_fracton=0.5", ("new_fracton", "new_fraction")),
+        ("new_fraction", ("--new new_fraction", "key=value")),
+    ):
+        said = upfl("score", run, "--score", "none", "--new", setting)
+        assert said.code == 2, said.err
+        assert [word for word in words if word not in said.err] == [], said.err
 
 
 # The command

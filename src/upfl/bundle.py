@@ -63,7 +63,7 @@ from upfl.manifest import (
 )
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
 from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled
-from upfl.personalize.fitting import CrossFitted, needs_of
+from upfl.personalize.fitting import NO_FOLDS, CrossFitted, needs_of
 from upfl.randomness import generator
 from upfl.report.card import federation_card, personal_card
 from upfl.state import State, contiguous, prefixed, select
@@ -565,10 +565,15 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
     with torch.device("meta"):
         expected = prefixed("state", training.publish(training.init(generator(0))))
     given = CrossFitted(Published({}, manifest.training.round))
-    for need in needs.values():
+    ranges: dict[str, tuple[float, float]] = {}
+    for key, need in needs.items():
         fit = need.stage(given)
-        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[0])
+        ranges |= {f"fitted.{key}.{name}": limits for name, limits in fit.ranges().items()}
+        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[NO_FOLDS])
     tensors = _tensors(folder / WEIGHTS, expected)
+    for name, (low, high) in ranges.items():
+        if not ((tensors[name] >= low) & (tensors[name] <= high)).all():
+            raise BundleError(f"{folder / WEIGHTS}: tensor {name} has values that are not from {low:g} to {high:g}")
     members = _StoredMembers([folder / member_file(i) for i in range(manifest.members)], training)
     for i in range(len(members)):
         members[i]

@@ -268,15 +268,19 @@ def _check_tables(layer: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: personalize.{name} is a table, not {table!r}")
 
 
+def toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except ValueError:  # not TOML, or a number that Python refuses to read
+        return text  # a bare word is a string
+
+
 def _set(values: dict[str, Any], setting: str) -> None:
     """Apply `key=value`: a field of the run, `model.width`, `partition.clients`, or any hyper-parameter by its name."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {setting}: write key=value, for example inner_lr=0.3 or partition.clients=40")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except ValueError:  # not TOML, or a number that Python refuses to read
-        value = text  # a bare word is a string
+    value = toml_value(text)
     *path, last = key.split(".")
     if key in ("method", "dataset", "profile", "training.name", *TABLES) or key == "personalize":
         raise ConfigError(f"--set {setting}: {key} cannot be set so: give it as an argument, or set one of its fields")

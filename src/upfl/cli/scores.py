@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from upfl.cli.runs import AsJson, lean_table
+from upfl.config import toml_value
 from upfl.engine.folder import RunFolder
 from upfl.engine.score import USUAL, Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import ConfigError
@@ -35,6 +36,12 @@ def score(
         str | None, typer.Option(help=f"Bounds that know the labels, drawn apart: {', '.join(ORACLES)} or all.")
     ] = None,
     inductive: Annotated[bool, typer.Option("--inductive", help="Personalize on one half, score the other.")] = False,
+    newcomers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--new", help="Other new clients, by a field of the partition: alpha_new=0.5.", metavar="KEY=VALUE"
+        ),
+    ] = None,
     sizes: Annotated[str | None, typer.Option(help="Samples of drawn newcomers: 5,20,60,600.")] = None,
     classes: Annotated[str | None, typer.Option(help="Classes of drawn newcomers: 2,5,10.")] = None,
     draws: Annotated[int, typer.Option(min=1, help="Newcomers drawn for each size and number of classes.")] = 50,
@@ -48,6 +55,8 @@ def score(
         upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles all --inductive
 
         upfl score runs/digits-fedavg-paper-s0 --sizes 5,20,60 --classes 2,5,10
+
+        upfl score runs/cifar10-fedavg-dirichlet --new alpha_new=0.5
     """
     wanted = _names(names or "")
     if names is not None and not wanted:
@@ -55,6 +64,12 @@ def score(
     if out and out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; give the name of a file")
     asked_sizes, asked_classes = _numbers(sizes, "--sizes"), _numbers(classes, "--classes")
+    kinds = [
+        Newcomers(count, size, draws)
+        for count in asked_classes or ([2] if asked_sizes else [])
+        for size in asked_sizes or [600]
+    ]
+    changes = _changes(newcomers or [])
     console = Console(stderr=True)
     with console.status("reading the run") as status:
 
@@ -62,15 +77,15 @@ def score(
             status.update(escape(what))
 
         bounds = list(ORACLES) if oracles == "all" else _names(oracles or "")
-        scorer = Scorer(RunFolder.open(run), wanted, bounds, tell)
+        scorer = Scorer(RunFolder.open(run), wanted, bounds, tell, changes, kinds)
         scores = scorer.score(inductive, tell)
         curves = []
-        for count in asked_classes or ([2] if sizes else []):
-            for size in asked_sizes or [600]:
-                tell(f"newcomers with {count} classes and {size} samples")
-                drawn = scorer.score_newcomers(Newcomers(count, size, draws))
-                held = float(np.mean([len(right) for right in drawn[0].right]))  # fewer, where there are no more
-                curves.append({"classes": count, "samples": size, "mean_samples": held, "rows": summaries(drawn)})
+        for kind in kinds:
+            tell(f"newcomers with {kind.classes} classes and {kind.samples} samples")
+            drawn = scorer.score_newcomers(kind)
+            held = float(np.mean([len(right) for right in drawn[0].right]))  # fewer, where there are no more
+            figures = {"classes": kind.classes, "samples": kind.samples, "mean_samples": held}
+            curves.append(figures | {"rows": summaries(drawn)})
     found: dict[str, Any] = {
         "run": str(run),
         "dataset": scorer.config.dataset,
@@ -78,6 +93,7 @@ def score(
         "round": scorer.engine.progress.round,
         "seed": scorer.config.seed,
         "partition_seed": scorer.config.partition_seed,
+        "new": changes,
         "fits": scorer.facts,
         "rows": summaries(scores, clients=True),
         "newcomers": curves,
@@ -145,6 +161,17 @@ def _against(score: Score, reference: Score) -> dict[str, Any]:
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _changes(settings: list[str]) -> dict[str, Any]:
+    """Fields of the partition."""
+    changes = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--new {setting}: write key=value, for example alpha_new=0.5")
+        changes[key.removeprefix("partition.")] = toml_value(text)
+    return changes
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

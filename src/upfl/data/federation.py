@@ -1,8 +1,8 @@
 """A federation: the training clients with their train and validation splits, and the new clients."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,21 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     new = _new_clients(hands["new"], partition, seed)
     notes += _notes(source, partition, training, new)
     return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures))
+
+
+def with_newcomers(federation: Federation, partition: Partition, changes: Mapping[str, Any]) -> Federation:
+    """The same training clients with the new clients of a partition that differs in some fields."""
+    other = build_federation(federation.source, partition.revised(changes), federation.seed, federation.architectures)
+    if not _same(other.training, federation.training):
+        raise ConfigError(f"{dict(changes)} changes the training clients, too: train anew for that")
+    return other
+
+
+def _same(ours: Clients, theirs: Clients) -> bool:
+    return all(
+        np.array_equal(getattr(ours, name), getattr(theirs, name))
+        for name in ("indices", "offsets", "train_counts", "angles")
+    )
 
 
 def class_counts(federation: Federation, clients: Clients) -> NDArray[np.int64]:

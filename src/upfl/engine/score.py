@@ -7,7 +7,7 @@ the run; new clients' labels are used to count right predictions, by oracles, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from upfl.data.federation import with_newcomers
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
@@ -65,10 +66,20 @@ class Scorer:
     """A run's last state, with what the given personalizers and oracles need."""
 
     def __init__(
-        self, folder: RunFolder, names: Sequence[str] = (), oracles: Sequence[str] = (), tell: Tell = lambda what: None
+        self,
+        folder: RunFolder,
+        names: Sequence[str] = (),
+        oracles: Sequence[str] = (),
+        tell: Tell = lambda what: None,
+        newcomers: Mapping[str, Any] | None = None,  # fields in which the new clients' partition differs from the run's
+        drawn: Sequence[Newcomers] = (),  # what score_newcomers will be asked for: refused before anything is fitted
     ) -> None:
         self.engine = Engine.standing(folder)
         self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.inputs
+        if newcomers:
+            self.federation = with_newcomers(self.federation, self.config.partition, newcomers)
+        for kind in drawn:
+            self._classes(kind)
         self.personalizers = {
             name: make_personalizer(name, self.engine.training, self.config.personalizer_hyper(name))
             for name in names or self._usual()
@@ -156,12 +167,17 @@ class Scorer:
             score.asked.append(asked.numpy())
         return score
 
+    def _classes(self, kind: Newcomers) -> NDArray[np.int64]:
+        """The classes that newcomers can be drawn from, if there are enough."""
+        present: NDArray[np.int64] = np.unique(self.federation.source.labels[self.federation.new.indices])
+        if not 1 <= kind.classes <= len(present):
+            raise ConfigError(f"--classes {kind.classes}: new clients hold {len(present)} classes")
+        return present
+
     def _drawn(self, kind: Newcomers) -> Iterator[tuple[Unlabelled, Tensor]]:
         pool = self.federation.new.indices
         labels = self.federation.source.labels[pool]
-        present = np.unique(labels)
-        if not 1 <= kind.classes <= len(present):
-            raise ConfigError(f"--classes {kind.classes}: new clients hold {len(present)} classes")
+        present = self._classes(kind)
         rng = np.random.default_rng(seed_of(self.config.seed, "newcomers", kind.classes, kind.samples))
         for i in range(kind.draws):
             held = np.flatnonzero(np.isin(labels, rng.choice(present, kind.classes, replace=False)))

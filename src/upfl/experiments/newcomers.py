@@ -13,17 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from upfl import data
 from upfl.api import Run
-from upfl.data.federation import Clients, Federation
+from upfl.data.federation import Federation, with_newcomers
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer
 from upfl.engine.folder import write_file
 from upfl.engine.rounds import checked_device, one_thread
-from upfl.errors import ConfigError
 from upfl.methods import row_name
 from upfl.personalize.base import Personalizer
 from upfl.training.base import Published
@@ -40,9 +37,7 @@ def score_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -> d
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return stored
     config, source = run.config, run.federation.source
-    federation = data.build_federation(source, config.partition.revised(changes), config.partition_seed)
-    if not _same(federation.training, run.federation.training):
-        raise ConfigError(f"{run.path}: {dict(changes)} changes the training clients, too: train anew for that")
+    federation = with_newcomers(run.federation, config.partition, changes)
     inputs = Inputs(source, checked_device(config.device))
     clients = range(min(len(federation.new), config.evaluate_clients or len(federation.new)))
     rows = []
@@ -75,10 +70,3 @@ def _score(
     before, after = (int((z.argmax(1) == y).sum()) for z in (personalized.before, personalized.logits))
     size = len(y)
     return {"client": id, "kind": "new", "accuracy": 100 * after / size, "before": 100 * before / size, "size": size}
-
-
-def _same(ours: Clients, theirs: Clients) -> bool:
-    return all(
-        np.array_equal(getattr(ours, name), getattr(theirs, name))
-        for name in ("indices", "offsets", "train_counts", "angles")
-    )

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from upfl.errors import BadClientError
-from upfl.personalize.fitting import FOLDS, CrossFitted
+from upfl.personalize.fitting import FOLDS, CrossFitted, Folds, left_out
 from upfl.state import State, prefixed, select
 from upfl.training.base import Published
 
@@ -51,15 +51,21 @@ def _tensor(name: str, array: Array) -> Tensor:
 
 
 def pack(given: CrossFitted) -> State:
-    """What newcomers receive with what was fitted without each fold, as one state."""
-    published, folds = given.published, [prefixed(f"fold.{fold}", fitted) for fold, fitted in enumerate(given.folds)]
-    state = prefixed("state", published.state) | prefixed("fitted", published.fitted)
-    return {name: value for part in (state, *folds) for name, value in part.items()}
+    """What newcomers receive with what was fitted without some folds, as one state."""
+    state = prefixed("state", given.published.state) | prefixed("fitted", given.published.fitted)
+    for folds, fitted in given.fits.items():
+        state |= prefixed(_without(folds), fitted)
+    return state
 
 
 def unpack(state: State, round: int) -> CrossFitted:
     published = Published(select(state, "state"), round, fitted=select(state, "fitted"))
-    return CrossFitted(published, tuple(select(state, f"fold.{fold}") for fold in range(FOLDS)))
+    fits = {folds: select(state, _without(folds)) for folds in left_out(FOLDS) if folds}
+    return CrossFitted(published, {folds: fitted for folds, fitted in fits.items() if fitted})
+
+
+def _without(folds: Folds) -> str:
+    return f"without-{''.join(map(str, sorted(folds)))}"
 
 
 def arrays_of(reply: Message) -> State:

@@ -34,7 +34,7 @@ from upfl.personalize.base import (
     summed_gradient,
 )
 from upfl.personalize.calibration import fitted
-from upfl.personalize.fitting import FITS, CrossFitted, Fit, Need
+from upfl.personalize.fitting import CrossFitted, Fit, Need
 from upfl.state import State
 from upfl.training.base import Batch, Client, Hyper, Phase, Published, Total, Training
 
@@ -85,8 +85,8 @@ class Rates(Fit):
     key = "rates"
     personalizer: Atp
 
-    def __init__(self, personalizer: Atp, given: CrossFitted) -> None:
-        super().__init__(personalizer, given)
+    def __init__(self, personalizer: Atp, given: CrossFitted, depth: int | None = None) -> None:
+        super().__init__(personalizer, given, depth)
         self.training, self.hyper = personalizer.training, personalizer.hyper
         self.rounds = self.hyper.rounds  # type: ignore[misc]
 
@@ -121,5 +121,5 @@ class Rates(Fit):
         alpha = server["alpha"]
         return {"least": alpha.min().item(), "largest": alpha.max().item()}
 
-    def results(self, server: State) -> list[State]:
-        return [{f"{self.key}.{self.personalizer.name}.alpha": server["alpha"]}] * FITS
+    def fitted(self, server: State, fit: int) -> State:
+        return {"alpha": server["alpha"]}

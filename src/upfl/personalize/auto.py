@@ -1,42 +1,54 @@
 """The choice among personalizers, by label-free evidence: what a newcomer that wants one good answer takes.
 
-Every candidate k makes its predictions d_k of the newcomer's samples, and the label-shift posterior on the same model's
-outputs says how many of them are right (estimate.py):
+Every candidate k makes its predictions d_k of the newcomer's samples. One posterior r, that of label-shift on the
+published model, says how many of them are right (estimate.py):
 
     e_k = mean_i r_i,d_k(i)
 
-How far such an estimate is to be believed, training clients know: each plays the newcomer, and sees for each candidate
-the estimated gain over no personalization, x = e_k - e_0, and the true one, y. Over clients, weighted by their samples,
+So candidates are compared on the same samples by the same measure, and differ only where their predictions do. How far
+such an estimate is off, training clients know: each plays the newcomer and compares it with its labels. Over clients,
+weighted by their samples n,
 
-    gain_k = mean y + slope (x - mean x),   slope = cov(x, y) / var(x), within [0, 1]
-    error_k = sqrt(residual variance / effective number of clients)
+    m_k = mean (accuracy_k - e_k)
+    V   = covariance of m: from its scatter over the clients, and as if K clients more had scattered as r says
+          they would by chance: cov(k, l) = mean_i ([d_k = d_l] r_i,d_k - r_i,d_k r_i,d_l) / n of each
 
-Where estimates are good the slope is near 1 and the newcomer's own evidence decides; where they are not (feature shift)
-it is near 0 and what happened to training clients decides. The newcomer goes through the candidates from the one that
-changes least, none, to those that change most, and leaves the one it has for the next only if that promises more even
-when its gain is one standard error less. Labels of new clients play no part in any of this.
+(K candidates; a scatter over few clients may be small by chance). Training clients' labels may be few, and a mean over
+few of them is mostly chance. A priori every estimate is off by about a point, T = 0.01^2 I, and training clients count
+as far as they know better:
+
+    offset = T (T + V)^-1 m,   P = T - T (T + V)^-1 T,   accuracy_k = e_k + offset_k
+
+With many labels the offset is m; with few the newcomer's own evidence decides. The newcomer goes through the candidates
+from the one that changes least, none, to those that change most, and leaves the one it has for the next only if that
+promises more by one standard error of the difference of their offsets, from P. Labels of new clients play no part in
+any of this.
+
+Settled: label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
+that adapted itself to its samples does not look at a class as it does on other clients, and label-shift rests on that;
+there it promises most and keeps least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from upfl.personalize.base import Personalized, Personalizer, Unlabelled
-from upfl.personalize.calibration import Calibrated, Correction, fitted
-from upfl.personalize.estimate import accuracy_of, raw_estimate
+from upfl.personalize.calibration import Calibrated, fitted
+from upfl.personalize.estimate import accuracy_of, interval
 from upfl.personalize.fedtta import EarlyStopped, OneStep
-from upfl.personalize.fitting import FITS, CrossFitted, Fit, Need, takes_part
+from upfl.personalize.fitting import CrossFitted, Fit, Need
 from upfl.personalize.label_shift import LabelShift
 from upfl.personalize.nothing import Nothing
 from upfl.state import State
 from upfl.training.base import Client, Hyper, Published, Total, Training
 
-BASES: tuple[type[Personalizer[Any]], ...] = (Nothing, OneStep, EarlyStopped)  # each also with label shift corrected
+SPREAD = 0.01  # how far estimates are off, a priori
 
 
 class AutoHyper(Hyper):
@@ -50,106 +62,136 @@ class Auto(Personalizer[AutoHyper]):
 
     def __init__(self, training: Training[Any], hyper: AutoHyper) -> None:
         super().__init__(training, hyper)
+        self.nothing = Nothing(training, Nothing.Hyper())
         self.calibrated = Calibrated(training, Calibrated.Hyper())
-        self.shifted: list[LabelShift] = []
-        for base in BASES:
-            if base.why_not(training) is None:
-                kind: Any = LabelShift if base is Nothing else LabelShift.on(base)
-                own = {"base": {"patience": hyper.patience}} if base is EarlyStopped else {}
-                self.shifted.append(kind(training, kind.Hyper(**own)))
+        self.shifted = LabelShift(training, LabelShift.Hyper())
+        self.adapted: list[Personalizer[Any]] = []
+        if OneStep.why_not(training) is None:
+            self.adapted.append(OneStep(training, OneStep.Hyper()))
+            self.adapted.append(EarlyStopped(training, EarlyStopped.Hyper(patience=hyper.patience)))
 
     @property
     def candidates(self) -> list[str]:
-        """None first: every gain is over it."""
-        names = [name for shifted in self.shifted for name in (shifted.base.name, shifted.name)]
-        return [names[0], self.calibrated.name, *names[1:]]
+        """From the one that changes least on."""
+        return [self.nothing.name, self.calibrated.name, self.shifted.name, *(one.name for one in self.adapted)]
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
         return Nothing.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        corrections: list[Correction[Any]] = [self.calibrated, *self.shifted]
-        return (*(need for correction in corrections for need in correction.needs()), Need.of(Choice, self))
+        return (*self.calibrated.needs(), *self.shifted.needs(), Need.of(Choice, self))
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        results = self.results(published, client)
         known = fitted(published, f"{Choice.key}.{self.name}")
-        estimated = torch.tensor([estimate for _, estimate in results], dtype=torch.float64)
-        expected = known["gain"] + known["slope"] * (estimated - estimated[0] - known["estimated"])
-        expected[0] = 0.0
-        chosen = choose(expected.tolist(), known["error"].tolist())
-        personalized, names = results[chosen][0], self.candidates
-        considered = ", ".join(
-            f"{name} {100 * gain:+.1f} +- {100 * error:.1f}"
-            for name, gain, error in zip(names, expected.tolist(), known["error"].tolist(), strict=True)
-        )
-        decision = f"{names[chosen]}: {personalized.diary.decision} (expected gain in points: {considered})"
-        return replace(personalized, diary=replace(personalized.diary, decision=decision))
+        results = self.corrected(self.uncorrected(published, client), published)
+        value, chance = measured(results)
+        expected = value + known["offset"]
+        chosen = choose(expected, known["covariance"])
+        variance = (chance + known["covariance"]).diagonal() + known["scatter"]
+        accuracy = [interval(expected[k].item(), variance[k].item()) for k in (0, chosen)]
+        diary = results[chosen].diary
+        decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._told(expected)})"
+        return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
 
-    def results(self, published: Published, client: Unlabelled) -> list[tuple[Personalized, float]]:
-        """What each candidate comes to, and its estimated accuracy."""
-        found: list[tuple[Personalized, float]] = []
-        for shifted in self.shifted:
-            base = shifted.base.personalize(published, client)
-            corrected = shifted.corrected(base, published)
-            posterior = corrected.logits.double().softmax(1).cpu()
-            both = [base, corrected]
-            if not found:
-                both.insert(1, self.calibrated.corrected(base, published))
-            found += [(one, raw_estimate(one.logits, posterior)[0]) for one in both]
-        return found
+    def uncorrected(self, published: Published, client: Unlabelled) -> list[Personalized]:
+        """What none and each adaptation come to: what needs no fit."""
+        return [one.personalize(published, client) for one in (self.nothing, *self.adapted)]
+
+    def corrected(self, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
+        """What each candidate comes to."""
+        nothing, *adapted = uncorrected
+        return [nothing, *(one.corrected(nothing, published) for one in (self.calibrated, self.shifted)), *adapted]
+
+    def _told(self, expected: Tensor) -> str:
+        return ", ".join(f"{name} {100 * v:.1f}" for name, v in zip(self.candidates, expected.tolist(), strict=True))
 
 
-def choose(gains: Sequence[float], errors: Sequence[float]) -> int:
-    """From the first on, each candidate that promises more than the one before it even one standard error lower."""
+def measured(results: list[Personalized]) -> tuple[Tensor, Tensor]:
+    """e of the candidates, and its covariance, r given. The third candidate is label-shift, whose logits are log r."""
+    posterior = results[2].logits.double().softmax(1).cpu()
+    predicted = torch.stack([one.logits.argmax(1).cpu() for one in results])  # [candidates, n]
+    right = posterior.gather(1, predicted.T).T
+    same = predicted.unsqueeze(1) == predicted
+    chance = (same * right).sum(2) - right @ right.T
+    return right.mean(1), chance / len(posterior) ** 2
+
+
+def choose(expected: Tensor, covariance: Tensor) -> int:
+    """From the first on, each candidate that promises more than the one before it by one standard error."""
     chosen = 0
-    for k in range(1, len(gains)):
-        if gains[k] - errors[k] > gains[chosen]:
+    for k in range(1, len(expected)):
+        error = covariance[k, k] + covariance[chosen, chosen] - 2 * covariance[k, chosen]
+        if expected[k] - expected[chosen] > error.clamp(min=0).sqrt():
             chosen = k
     return chosen
 
 
 class Choice(Fit):
-    """What training clients say about each candidate's gain, and about its estimate."""
+    """How far the candidates' estimates are off, on training clients that play the newcomer."""
 
     key = "choice"
     personalizer: Auto
 
-    def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
-        super().__init__(personalizer, given)
-        self.candidates = len(personalizer.candidates)
+    def __init__(self, personalizer: Auto, given: CrossFitted, depth: int | None = None) -> None:
+        super().__init__(personalizer, given, depth)
+        self.shape = len(self.left_out), len(personalizer.candidates)
 
     def init(self, generator: torch.Generator) -> State:
-        names = ("gain", "estimated", "slope", "error")
-        return {name: torch.zeros(FITS, self.candidates, dtype=torch.float64) for name in names}
+        fits, candidates = self.shape
+        return {
+            "offset": torch.zeros(self.shape, dtype=torch.float64),
+            "covariance": SPREAD**2 * torch.eye(candidates, dtype=torch.float64).repeat(fits, 1, 1),
+            "scatter": torch.zeros(self.shape, dtype=torch.float64),
+        }
 
     def memory(self, client: Client) -> State:
-        newcomer, y = self.play(client)
-        results = self.personalizer.results(self.given.without(client.id), newcomer)
-        truth = torch.tensor([accuracy_of(personalized.logits, y) for personalized, _ in results]).double()
-        guess = torch.tensor([estimate for _, estimate in results]).double()
-        return {"x": guess - guess[0], "y": truth - truth[0], "samples": torch.tensor(float(len(y))).double()}
+        y = self.labels(client)
+        error = torch.zeros(self.shape, dtype=torch.float64)
+        chance = torch.zeros(*self.shape, self.shape[1], dtype=torch.float64)
+        for fit, published, uncorrected in self.plays(client, self.personalizer.uncorrected):
+            results = self.personalizer.corrected(uncorrected, published)
+            value, chance[fit] = measured(results)
+            error[fit] = torch.tensor([accuracy_of(one.logits, y) for one in results]) - value
+        return {"error": error, "chance": chance, "samples": torch.tensor(len(y))}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        x, y = carry["x"], carry["y"]
-        weight = takes_part(client.id) * carry["samples"] / 1024  # a power of two, which cancels
-        moments = torch.stack([x, y, x * x, x * y, y * y])
+        error, chance = carry["error"], carry["chance"]
+        taking = self.takes_part(client.id)
+        weight = (taking * carry["samples"].double() / 1024).unsqueeze(1)  # a power of two, which cancels
+        square = weight.square()
         return {
+            "clients": taking,
             "weight": weight,
-            "squares": weight.square(),
-            "moments": weight.view(-1, 1, 1) * moments,
+            "error": weight * error,
+            "excess": weight * (error.square() - chance.diagonal(dim1=1, dim2=2)),
+            "square": square,
+            "square_error": square * error,
+            "square_product": square.unsqueeze(2) * error.unsqueeze(2) * error.unsqueeze(1),
+            "chance": square.unsqueeze(2) * chance,
         }, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
-        weight = total["weight"].clamp(min=1e-9).unsqueeze(1)
-        x, y, xx, xy, yy = (total["moments"] / weight.unsqueeze(2)).unbind(1)
-        spread, joint = (xx - x * x).clamp(min=0), xy - x * y
-        slope = torch.where(spread > 1e-12, joint / spread.clamp(min=1e-12), 0.0).clamp(0, 1)
-        residual = (yy - y * y - 2 * slope * joint + slope.square() * spread).clamp(min=0)
-        effective = (weight.square() / total["squares"].clamp(min=1e-12).unsqueeze(1)).clamp(min=1)
-        return {"gain": y, "estimated": x, "slope": slope, "error": (residual / effective).sqrt()}
+        """m and V, with n^2 (error - m)(error - m)^T summed by its terms; then what stands above."""
+        candidates, weight = self.shape[1], total["weight"].clamp(min=1e-9)
+        clients = total["clients"].double().view(-1, 1, 1)
+        m = total["error"] / weight
+        mixed = total["square_error"].unsqueeze(2) * m.unsqueeze(1)
+        squares = total["square"].unsqueeze(2) * m.unsqueeze(2) * m.unsqueeze(1)
+        scatter = total["square_product"] - mixed - mixed.mT + squares
+        v = (clients * scatter + candidates * total["chance"]) / (clients - 1 + candidates).clamp(min=1)
+        v = v / weight.square().unsqueeze(2)
+        prior = SPREAD**2 * torch.eye(candidates, dtype=m.dtype)
+        gain = torch.linalg.solve(prior + v, prior.expand_as(v)).mT  # T (T + V)^-1
+        return {
+            "offset": (gain @ m.unsqueeze(2)).squeeze(2),
+            "covariance": prior - gain @ prior,
+            "scatter": (total["excess"] / weight - m.square()).clamp(min=0),
+        }
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"offset": (-1, 1), "covariance": (-1, 1), "scatter": (0, 1)}
 
     def facts(self, server: State) -> dict[str, float]:
         names = self.personalizer.candidates
-        return {f"gain.{name}": gain for name, gain in zip(names, server["gain"][0].tolist(), strict=True)}
+        return {f"offset.{name}": value for name, value in zip(names, server["offset"][0].tolist(), strict=True)}

@@ -16,6 +16,7 @@ below. pi is smoothed by 1e-4 and 1e-6 accordingly.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,7 +29,7 @@ from torch import Tensor
 from upfl.errors import RunError
 from upfl.personalize.base import Personalized, Personalizer, Predictor, Unlabelled, entropy
 from upfl.personalize.estimate import Reliability, estimates
-from upfl.personalize.fitting import FITS, Fit, Need, takes_part
+from upfl.personalize.fitting import Fit, Need
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 from upfl.training.base import Client, Hyper, Published, Total, Training
@@ -42,38 +43,47 @@ class Calibration(Fit):
     """Newton's method for all fits at once. theta = (a, b) of each fit."""
 
     key = "calibration"
+    depth = 3  # the gate stands on it, and on the gate what is fitted last
     rounds = 60
     # Sums of Hessians are large, and need not be exact: a Newton step corrects itself.
     scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian", "prior"), 24)
 
     def init(self, generator: torch.Generator) -> State:
-        theta = torch.zeros(FITS, 1 + self.classes, dtype=torch.float64)
+        fits = len(self.left_out)
+        theta = torch.zeros(fits, 1 + self.classes, dtype=torch.float64)
         theta[:, 0] = 1
         return {
             "point": theta,  # where the clients look next
             "theta": theta.clone(),  # the best so far, what the loss is there, and where to go from there
-            "loss": torch.full((FITS,), torch.inf, dtype=torch.float64),
+            "loss": torch.full((fits,), torch.inf, dtype=torch.float64),
             "direction": torch.zeros_like(theta),
-            "fraction": torch.ones(FITS, dtype=torch.float64),
-            "decrement": torch.full((FITS,), torch.inf, dtype=torch.float64),
-            "prior": torch.full((FITS, self.classes), 1 / self.classes, dtype=torch.float64),
-            "confusion": torch.zeros(FITS, self.classes, self.classes, dtype=torch.float64),
+            "fraction": torch.ones(fits, dtype=torch.float64),
+            "decrement": torch.full((fits,), torch.inf, dtype=torch.float64),
+            "prior": torch.full((fits, self.classes), 1 / self.classes, dtype=torch.float64),
+            "confusion": torch.zeros(fits, self.classes, self.classes, dtype=torch.float64),
         }
 
     def memory(self, client: Client) -> State:
-        newcomer, y = self.play(client)
-        logits = self.personalizer.personalize(self.given.without(client.id), newcomer).logits
-        return {"scores": logits.cpu().double().log_softmax(1), "y": y}
+        y = self.labels(client)
+        varies = bool(self.personalizer.needs())
+        scores = torch.zeros(len(self.left_out) if varies else 1, len(y), self.classes, dtype=torch.float64)
+        for fit, _, personalized in self.plays(client, self.personalizer.personalize, varies):
+            if varies or fit == 0:
+                scores[fit] = personalized.logits.cpu().double().log_softmax(1)
+        return {"scores": scores, "y": y}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        sums = [newton_sums(theta, carry["scores"], carry["y"]) for theta in server["point"]]
-        taking = takes_part(client.id)
-        up = {name: torch.stack([one[name] for one in sums]) for name in sums[0]}
-        return {name: value * taking.view(-1, *[1] * (value.dim() - 1)) for name, value in up.items()}, carry
+        part = self.part_of(client.id)
+        scores = carry["scores"][part] if len(carry["scores"]) > 1 else carry["scores"]
+        up = {}
+        for name, value in newton_sums(server["point"][part], scores, carry["y"]).items():
+            up[name] = value.new_zeros(len(self.left_out), *value.shape[1:])
+            up[name][part] = value
+        return up, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         count = total["count"].double().clamp(min=1)
-        weight = torch.full((1 + self.classes,), self.penalty(), dtype=torch.float64).repeat(FITS, 1)
+        weight = torch.full((1 + self.classes,), self.penalty(), dtype=torch.float64).repeat(len(count), 1)
         weight[:, 0] = 1 / count
         away = server["point"].clone()
         away[:, 0] -= 1
@@ -126,28 +136,34 @@ class Calibration(Fit):
             "confusion": server["confusion"][fit].clone(),
         }
 
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"scale": (LEAST_SCALE / 2, math.inf), "prior": (1e-12, 1), "confusion": (0, 1)}
+
 
 def newton_sums(theta: Tensor, scores: Tensor, y: Tensor) -> State:
-    """A client's part of the loss, its gradient and Hessian at theta; and of the mean posterior and confusion there."""
-    classes = scores.shape[1]
-    log_p = (theta[0] * scores + theta[1:]).log_softmax(1)
+    """A client's part of the loss, its gradient and Hessian at each theta; and of the mean posterior and confusion.
+
+    theta [fits, 1 + classes], scores [fits or 1, n, classes], y [n].
+    """
+    (fits, _), (_, n, classes) = theta.shape, scores.shape
+    log_p = (theta[:, :1].unsqueeze(2) * scores + theta[:, 1:].unsqueeze(1)).log_softmax(2)
     p = log_p.exp()
     off = p.clone()
-    off[torch.arange(len(y)), y] -= 1
-    mean = (p * scores).sum(1, keepdim=True)
-    mixed = (p * (scores - mean)).sum(0)
-    hessian = torch.empty(1 + classes, 1 + classes, dtype=scores.dtype)
-    hessian[0, 0] = (p * (scores - mean).square()).sum()
-    hessian[0, 1:] = hessian[1:, 0] = mixed
-    hessian[1:, 1:] = p.sum(0).diag() - p.T @ p
-    predicted_as = torch.bincount(p.argmax(1) * classes + y, minlength=classes**2)
+    off[:, torch.arange(n), y] -= 1
+    away = scores - (p * scores).sum(2, keepdim=True)
+    hessian = torch.empty(fits, 1 + classes, 1 + classes, dtype=scores.dtype)
+    hessian[:, 0, 0] = (p * away.square()).sum((1, 2))
+    hessian[:, 0, 1:] = hessian[:, 1:, 0] = (p * away).sum(1)
+    hessian[:, 1:, 1:] = p.sum(1).diag_embed() - p.mT @ p
+    confusion = torch.zeros(fits, classes**2, dtype=torch.int64)
+    confusion.scatter_add_(1, p.argmax(2) * classes + y, torch.ones(fits, n, dtype=torch.int64))
     return {
-        "count": torch.tensor(len(y)),
-        "loss": -log_p[torch.arange(len(y)), y].sum(),
-        "gradient": torch.cat([(off * scores).sum().view(1), off.sum(0)]),
+        "count": torch.full((fits,), n),
+        "loss": -log_p[:, torch.arange(n), y].sum(1),
+        "gradient": torch.cat([(off * scores).sum((1, 2)).unsqueeze(1), off.sum(1)], 1),
         "hessian": hessian,
-        "prior": p.sum(0),
-        "confusion": predicted_as.view(classes, classes),
+        "prior": p.sum(1),
+        "confusion": confusion.view(fits, classes, classes),
     }
 
 
@@ -217,7 +233,8 @@ class Correction(Personalizer[H]):
         return cls.Base.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (*self.base.needs(), Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
+        below = (need.under(Calibration) for need in self.base.needs())
+        return (*below, Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
 
     def own_needs(self) -> tuple[Need, ...]:
         """What this needs besides the calibration."""

@@ -13,12 +13,13 @@ the variance above widens the interval: +- 1.96 sqrt(variance + scatter).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from upfl.personalize.base import Estimate
-from upfl.personalize.fitting import FITS, Fit, takes_part
+from upfl.personalize.fitting import Fit
 from upfl.state import State
 from upfl.training.base import Client, Total
 
@@ -27,30 +28,35 @@ class Reliability(Fit):
     """The mean and the scatter of the estimates' errors over training clients, before and after personalization."""
 
     key = "reliability"
+    personalizer: Any  # a Correction
 
     def init(self, generator: torch.Generator) -> State:
-        return {name: torch.zeros(FITS, 2, dtype=torch.float64) for name in ("offset", "scatter")}
+        return {name: torch.zeros(len(self.left_out), 2, dtype=torch.float64) for name in ("offset", "scatter")}
 
     def memory(self, client: Client) -> State:
-        newcomer, y = self.play(client)
-        personalized = self.personalizer.personalize(self.given.without(client.id), newcomer)
-        posterior = personalized.logits.double().softmax(1).cpu()
-        errors, variances = [], []
-        for logits in (personalized.before, personalized.logits):
-            value, variance = raw_estimate(logits, posterior)
-            errors.append(value - accuracy_of(logits, y))
-            variances.append(variance)
-        return {"error": torch.tensor(errors).double(), "variance": torch.tensor(variances).double()}
+        y = self.labels(client)
+        error, variance = torch.zeros(2, len(self.left_out), 2, dtype=torch.float64)
+        base = self.personalizer.base
+        for fit, published, personalized in self.plays(client, base.personalize, bool(base.needs())):
+            corrected = self.personalizer.corrected(personalized, published)
+            posterior = corrected.logits.double().softmax(1).cpu()
+            for i, logits in enumerate((corrected.before, corrected.logits)):
+                value, variance[fit, i] = raw_estimate(logits, posterior)
+                error[fit, i] = value - accuracy_of(logits, y)
+        return {"error": error, "variance": variance}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        taking = takes_part(client.id).double().unsqueeze(1)
-        error, variance = carry["error"], carry["variance"]
-        return {"clients": taking, "error": taking * error, "excess": taking * (error.square() - variance)}, carry
+        error = carry["error"]
+        clients = self.takes_part(client.id).double().unsqueeze(1)
+        return {"clients": clients, "error": error, "excess": error.square() - carry["variance"]}, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         clients = total["clients"].clamp(min=1)
         offset = total["error"] / clients
         return {"offset": offset, "scatter": (total["excess"] / clients - offset.square()).clamp(min=0)}
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"offset": (-1, 1), "scatter": (0, 1)}
 
 
 def raw_estimate(predictions: Tensor, posterior: Tensor) -> tuple[float, float]:
@@ -66,10 +72,13 @@ def estimates(before: Tensor, posterior: Tensor, known: State) -> list[Estimate]
         value, variance = raw_estimate(predictions, posterior)
         if known:
             value, variance = value - known["offset"][i].item(), variance + known["scatter"][i].item()
-        value = min(max(value, 0.0), 1.0)
-        half = 1.96 * math.sqrt(variance)
-        result.append(Estimate(value, max(value - half, 0.0), min(value + half, 1.0)))
+        result.append(interval(value, variance))
     return result
+
+
+def interval(value: float, variance: float) -> Estimate:
+    value, half = min(max(value, 0.0), 1.0), 1.96 * math.sqrt(variance)
+    return Estimate(value, max(value - half, 0.0), min(value + half, 1.0))
 
 
 def accuracy_of(logits: Tensor, y: Tensor) -> float:

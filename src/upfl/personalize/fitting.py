@@ -6,13 +6,19 @@ would, without a memory, and only then look at their labels. No logit and no lab
 
 A client that was fitted on must not be scored by it. So everything is fitted once on all clients, for newcomers, and
 once without each of five folds of them: a training client is scored by what was fitted without its fold.
+
+Fits stand on fits: for the gate, clients play with a calibration that others fitted. A fit without some folds must not
+know these folds' labels through what it stands on either. So for it a client plays with what was fitted without these
+folds and without its own. Hence what another fit stands on is fitted without each two folds, too, and what carries two
+fits above it without each three (`Fit.depth`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,53 +29,71 @@ from upfl.state import State, prefixed
 from upfl.training.base import Client, Hyper, Phase, Published, Stage
 
 FOLDS = 5
-FITS = 1 + FOLDS  # on all clients, and without each fold
+Folds = frozenset[int]
+NO_FOLDS: Folds = frozenset()
+R = TypeVar("R")
+
+
+def left_out(depth: int) -> tuple[Folds, ...]:
+    """The sets of at most so many folds, none first."""
+    return tuple(
+        frozenset(folds) for size in range(min(depth, FOLDS) + 1) for folds in combinations(range(FOLDS), size)
+    )
 
 
 @dataclass(frozen=True)
 class CrossFitted:
-    """What newcomers receive, and in place of what was fitted on all clients what was fitted without each fold."""
+    """What newcomers receive, and in place of what was fitted on all clients what was fitted without some folds."""
 
     published: Published
-    folds: tuple[State, ...] = ({},) * FOLDS
+    fits: Mapping[Folds, State] = field(default_factory=dict)
 
-    def without(self, client: int) -> Published:
-        """What a training client is scored by."""
-        return replace(self.published, fitted=self.folds[client % FOLDS])
+    def without(self, client: int, folds: Folds = NO_FOLDS) -> Published:
+        """What a training client is scored by; what it plays with, where other folds are not to count either."""
+        return replace(self.published, fitted=self.fits.get(folds | {client % FOLDS}, {}))
 
-    def plus(self, fits: list[State]) -> CrossFitted:
-        whole, *folds = fits
+    def plus(self, fits: Mapping[Folds, State]) -> CrossFitted:
         return CrossFitted(
-            replace(self.published, fitted=self.published.fitted | whole),
-            tuple(old | new for old, new in zip(self.folds, folds, strict=True)),
+            replace(self.published, fitted=self.published.fitted | fits[NO_FOLDS]),
+            dict(self.fits) | {folds: self.fits.get(folds, {}) | new for folds, new in fits.items() if folds},
         )
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something to be fitted: under which name it is found, with which settings, and how."""
+    """Something to be fitted: under which name it is found, with which settings, how, and without how many folds."""
 
     key: str
     settings: str  # two personalizers may share a fit only if these agree
-    stage: Callable[[CrossFitted], Fit]
+    kind: type[Fit]
+    personalizer: Personalizer[Any]
+    depth: int
 
     @classmethod
     def of(cls, fit: type[Fit], personalizer: Personalizer[Any]) -> Need:
         """A fit over what a personalizer makes of the training clients."""
-        settings = personalizer.hyper.model_dump_json()
-        return cls(f"{fit.key}.{personalizer.name}", settings, lambda given: fit(personalizer, given))
+        return cls(f"{fit.key}.{personalizer.name}", personalizer.hyper.model_dump_json(), fit, personalizer, fit.depth)
+
+    def under(self, fit: type[Fit]) -> Need:
+        """The same, for a fit to stand on."""
+        return replace(self, depth=self.depth + fit.depth)
+
+    def stage(self, given: CrossFitted) -> Fit:
+        return self.kind(self.personalizer, given, self.depth)
 
 
 class Fit(Stage[Hyper]):
-    """A stage whose clients play the newcomer. Its state has a first axis over the fits."""
+    """A stage whose clients play the newcomer. Its state has a first axis over the sets of folds that are left out."""
 
     key: ClassVar[str]
+    depth: ClassVar[int] = 1  # how many folds are left out at most: one, and one more for each fit that stands on this
     rounds: ClassVar[int] = 1
     remembers = True
 
-    def __init__(self, personalizer: Personalizer[Any], given: CrossFitted) -> None:
+    def __init__(self, personalizer: Personalizer[Any], given: CrossFitted, depth: int | None = None) -> None:
         self.personalizer, self.given = personalizer, given
         self.classes = personalizer.training.task.classes
+        self.left_out = left_out(depth or self.depth)
 
     def done(self, server: State) -> bool:
         """Whether no further round is needed."""
@@ -86,25 +110,45 @@ class Fit(Stage[Hyper]):
         return memory
 
     def fitted(self, server: State, fit: int) -> State:
-        """What was fitted on all clients (fit 0) or without fold `fit - 1`."""
+        """What was fitted without `left_out[fit]`; fit 0 is on all clients."""
         return {name: value[fit].clone() for name, value in server.items()}
 
-    def results(self, server: State) -> list[State]:
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Between which values what is fitted lies, by name, where not every number will do."""
+        return {}
+
+    def results(self, server: State) -> dict[Folds, State]:
         name = f"{self.key}.{self.personalizer.name}"
-        return [prefixed(name, self.fitted(server, fit)) for fit in range(FITS)]
+        return {folds: prefixed(name, self.fitted(server, fit)) for fit, folds in enumerate(self.left_out)}
 
-    def play(self, client: Client) -> tuple[Unlabelled, Tensor]:
-        """The client as a newcomer with its validation inputs, and the labels, for afterwards."""
-        batches = list(client.batches("validation", 1024))
-        x, y = torch.cat([batch.x for batch in batches]), torch.cat([batch.y for batch in batches])
-        return Unlabelled(client.id, x, client.seed, client.architecture), y.cpu()
+    def part_of(self, client: int) -> list[int]:
+        """The fits that a client is part of; always of fit 0."""
+        return [fit for fit, folds in enumerate(self.left_out) if client % FOLDS not in folds]
 
+    def takes_part(self, client: int) -> Tensor:
+        """1 for each fit that a client is part of, else 0."""
+        taking = torch.zeros(len(self.left_out), dtype=torch.int64)
+        taking[self.part_of(client)] = 1
+        return taking
 
-def takes_part(client: int) -> Tensor:
-    """Which of the fits a client is part of."""
-    taking = torch.ones(FITS, dtype=torch.bool)
-    taking[1 + client % FOLDS] = False
-    return taking
+    def labels(self, client: Client) -> Tensor:
+        return torch.cat([batch.y for batch in client.batches("validation", 1024)]).cpu()
+
+    def plays(
+        self, client: Client, base: Callable[[Published, Unlabelled], R], varies: bool = False
+    ) -> Iterator[tuple[int, Published, R]]:
+        """For each fit that the client is part of: what others fitted, and what `base` makes of the client with that.
+
+        The client plays the newcomer, with its validation inputs and no memory. A base that does not vary with what was
+        fitted is asked once.
+        """
+        x = torch.cat([batch.x for batch in client.batches("validation", 1024)])
+        newcomer = Unlabelled(client.id, x, client.seed, client.architecture)
+        for fit in self.part_of(client.id):
+            published = self.given.without(client.id, self.left_out[fit])
+            if varies or fit == 0:
+                found = base(published, newcomer)
+            yield fit, published, found
 
 
 class Needy(Protocol):
@@ -121,6 +165,7 @@ def needs_of(personalizers: Sequence[Needy]) -> dict[str, Need]:
     for personalizer in personalizers:
         for need in personalizer.needs():
             known = found.setdefault(need.key, need)
+            found[need.key] = max(known, need, key=lambda one: one.depth)
             if known.settings != need.settings:
                 raise ConfigError(
                     f"{personalizer.name} and another personalizer of this run need '{need.key}' with different "

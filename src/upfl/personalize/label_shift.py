@@ -37,7 +37,7 @@ from upfl.personalize import class_mix
 from upfl.personalize.base import Personalized
 from upfl.personalize.calibration import Calibrator, Correction, fitted
 from upfl.personalize.class_mix import STRENGTHS, Posterior, variational
-from upfl.personalize.fitting import FITS, Fit, Need, takes_part
+from upfl.personalize.fitting import Fit, Need
 from upfl.state import State
 from upfl.training.base import Client, Hyper, Published, Total
 
@@ -111,6 +111,7 @@ class Gate(Fit):
     """Which menu of priors the training clients justify. Later menus adapt less."""
 
     key = "gate"
+    depth = 2  # what is fitted last stands on it
     scales: ClassVar = {"gain": 30, "products": 20}
     personalizer: LabelShift
 
@@ -119,34 +120,42 @@ class Gate(Fit):
         return len(MENUS) + (self.personalizer.hyper.prior == "mixture")
 
     def init(self, generator: torch.Generator) -> State:
-        return {"menu": torch.full((FITS,), self.menus - 1), "loss": torch.zeros(FITS, self.menus).double()}
+        fits = len(self.left_out)
+        return {"menu": torch.full((fits,), self.menus - 1), "loss": torch.zeros(fits, self.menus).double()}
 
     def memory(self, client: Client) -> State:
         """For each menu, the client's loss less that of no adaptation: negative log-likelihoods of its labels."""
-        newcomer, y = self.play(client)
-        published = self.given.without(client.id)
-        calibrator = Calibrator.of(published, self.personalizer.base.name)
-        base = self.personalizer.base.personalize(published, newcomer)
-        posterior, menus = self.personalizer.posterior(calibrator.log_posterior(base.logits), calibrator, published)
-        known = calibrator.confusion.sum(0)[y] > 0
-        chosen = posterior.r[:, torch.arange(len(y)), y][:, known]  # [priors, n]
-        weights = (posterior.evidence + menus).softmax(1)
-        losses = -((1 - SLIP) * (weights @ chosen) + SLIP / self.classes).log().sum(1)
-        return {"gain": losses - losses[-1], "samples": known.sum()}
+        y = self.labels(client)
+        gain = torch.zeros(len(self.left_out), self.menus, dtype=torch.float64)
+        samples = torch.zeros(len(self.left_out), dtype=torch.int64)
+        base = self.personalizer.base
+        for fit, published, personalized in self.plays(client, base.personalize, bool(base.needs())):
+            calibrator = Calibrator.of(published, base.name)
+            log_p = calibrator.log_posterior(personalized.logits)
+            posterior, menus = self.personalizer.posterior(log_p, calibrator, published)
+            known = calibrator.confusion.sum(0)[y] > 0
+            chosen = posterior.r[:, torch.arange(len(y)), y][:, known]  # [priors, n]
+            weights = (posterior.evidence + menus).softmax(1)
+            losses = -((1 - SLIP) * (weights @ chosen) + SLIP / self.classes).log().sum(1)
+            gain[fit], samples[fit] = losses - losses[-1], known.sum()
+        return {"gain": gain, "samples": samples}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        taking, gain = takes_part(client.id), carry["gain"]
+        gain = carry["gain"]
         return {
-            "clients": taking.long(),
-            "samples": taking * carry["samples"],
-            "gain": taking.unsqueeze(1) * gain,
-            "products": taking.view(-1, 1, 1) * torch.outer(gain, gain),
+            "clients": self.takes_part(client.id),
+            "samples": carry["samples"],
+            "gain": gain,
+            "products": gain.unsqueeze(2) * gain.unsqueeze(1),
         }, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         clients, samples = total["clients"], total["samples"].clamp(min=1)
         menus = [choose(*sums) for sums in zip(total["gain"], total["products"], clients.tolist(), strict=True)]
         return {"menu": torch.tensor(menus), "loss": total["gain"] / samples.unsqueeze(1)}
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"menu": (0, self.menus - 1)}
 
     def facts(self, server: State) -> dict[str, float]:
         menu = int(server["menu"][0])
@@ -174,6 +183,7 @@ class Mixture(Fit):
     """
 
     key = "mixture"
+    depth = 3
     rounds = 60
     families: ClassVar = 20
 
@@ -181,8 +191,8 @@ class Mixture(Fit):
         shape = (self.families, self.classes)
         alpha = 0.05 + torch.rand(shape, generator=generator, dtype=torch.float64).pow(4)
         return {
-            "alpha": alpha.repeat(FITS, 1, 1),
-            "weight": torch.full((FITS, self.families), 1 / self.families, dtype=torch.float64),
+            "alpha": alpha.repeat(len(self.left_out), 1, 1),
+            "weight": torch.full((len(self.left_out), self.families), 1 / self.families, dtype=torch.float64),
         }
 
     def memory(self, client: Client) -> State:
@@ -194,7 +204,7 @@ class Mixture(Fit):
         strength = alpha.sum(2)
         fit = (torch.lgamma(alpha + counts) - torch.lgamma(alpha)).sum(2)
         fit += torch.lgamma(strength) - torch.lgamma(strength + counts.sum())
-        explains = (fit + server["weight"].log()).softmax(1) * takes_part(client.id).unsqueeze(1)
+        explains = (fit + server["weight"].log()).softmax(1) * self.takes_part(client.id).unsqueeze(1)
         up = torch.digamma(alpha + counts) - torch.digamma(alpha)
         down = torch.digamma(strength + counts.sum()) - torch.digamma(strength)
         return {
@@ -207,6 +217,9 @@ class Mixture(Fit):
         weight = total["weight"] + 1e-6
         alpha = server["alpha"] * total["up"] / total["down"].clamp(min=1e-9).unsqueeze(2)
         return {"alpha": alpha.clamp(1e-3, 1e4), "weight": weight / weight.sum(1, keepdim=True)}
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        return {"alpha": (1e-3, 1e4), "weight": (0, 1)}
 
 
 class EmHyper(Hyper):
