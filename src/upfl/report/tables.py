@@ -97,10 +97,11 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
     if compare and not setting.is_the_papers:
         notes.append("The scale is not the paper's, so its figures are for orientation only.")
     elif compare:
-        notes.append(
-            "† beyond the sampling error over clients: more than 1.96 standard errors of the difference of two draws "
-            "of so many clients, one of them the paper's."
-        )
+        error = "1.96 standard errors of the difference of two draws of so many clients, one of them the paper's"
+        if any(cell.flag for row in rows for cell in row):
+            notes.append(f"† beyond the sampling error over clients: more than {error}.")
+        else:
+            notes.append(f"No difference is beyond the sampling error over clients, {error}.")
     return Table(name, f"{setting.title}: accuracy", columns, rows, notes)
 
 
