@@ -65,7 +65,7 @@ def draw(curves: dict[str, list[Point]], target: float, path: Path) -> None:
         seconds, accuracies = [point.seconds for point in curve], [point.accuracy for point in curve]
         axes.plot(seconds, accuracies, marker="o", markersize=3, label=name)
     axes.axhline(target, color="#8b97a5", linestyle="--", linewidth=1)
-    axes.annotate(f"{target:g}", (1, target), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axes.annotate(f"{target:g}", (0.01, target), xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8)
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("new clients' accuracy, %")
     axes.set_ylim(0, 100)
