@@ -99,7 +99,12 @@ SCORED = {
 }
 of_every_training = pytest.mark.parametrize("name", TABLE)
 of_every_pair = pytest.mark.parametrize(
-    ("name", "personalizer"), [(name, personalizer) for name, fitting in TABLE.items() for personalizer in fitting]
+    ("name", "personalizer"),
+    [
+        pytest.param(name, personalizer, marks=[] if personalizer in SCORED[name] else pytest.mark.full)
+        for name, fitting in TABLE.items()
+        for personalizer in fitting
+    ],
 )
 
 
