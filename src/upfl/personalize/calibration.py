@@ -198,7 +198,7 @@ def fitted(published: Published, name: str) -> State:
     if not found:
         raise RunError(
             f"'{name}' was not fitted in this federation, and the personalizer needs it: "
-            "score the personalizer in the run (`upfl score RUN`), which fits it"
+            "name the personalizer when training (`upfl train --score`) or when exporting (`upfl export --add`)"
         )
     return found
 

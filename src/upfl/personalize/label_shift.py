@@ -104,7 +104,7 @@ class LabelShift(Correction[LabelShiftHyper]):
         why = "justified by training clients" if self.hyper.gate is None else "as configured"
         grid = weights[-len(MENUS) : -1]
         strength = f", most on {STRENGTHS[int(grid.argmax())]:g}" if menu >= -len(MENUS) else ""
-        return f"class mix by {allowed} ({why}{strength}); weight of no adaptation {unadapted:.2g}"
+        return f"its own mix of classes, {why} ({allowed}{strength}; {unadapted:.0%} of the weight on no adaptation)"
 
 
 class Gate(Fit):
