@@ -296,7 +296,7 @@ def test_extreme_predictions_stay_finite(classes: int, sure: float) -> None:
 
 
 def test_a_calibration_that_was_never_fitted_is_named() -> None:
-    with pytest.raises(RunError, match=r"calibration\.none.*upfl score"):
+    with pytest.raises(RunError, match=r"calibration\.none.*upfl export --add"):
         personalize("label-shift", newcomer(), {})
 
 
