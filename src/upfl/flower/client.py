@@ -20,11 +20,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
-from numpy.typing import ArrayLike
 
-from upfl.bundle import Bundle, PersonalModel
+from upfl.bundle import Bundle, Images, PersonalModel
 from upfl.config import Config
-from upfl.data.files import Samples, load_unlabelled
 from upfl.engine.clients import LocalClient, validation_client
 from upfl.engine.evaluate import count_correct
 from upfl.engine.fitting import fit_client
@@ -151,16 +149,15 @@ def _personal_model(message: Message, node: Node) -> PersonalModel:
             if name in files:
                 Path(folder, name).write_bytes(from_record(ArrayRecord({name: files[name]}))[name].numpy().tobytes())
         received = Bundle.load(folder)
-    form = received.manifest.task.input
     if node.newcomer is not None:
         federation = named_federation(Config.model_validate_json(str(facts_of(message)["config"])))
         if node.newcomer >= len(federation.new):
             raise ConfigError(f"node-config: newcomer is {node.newcomer}; there are {len(federation.new)}")
         if federation.new.angles[node.newcomer]:
             raise ConfigError("node-config: newcomer: images of this partition are turned; give data")
-        samples: ArrayLike | Samples = federation.source.images[federation.new.all(node.newcomer)]
+        samples: Images = federation.source.images[federation.new.all(node.newcomer)]
     elif node.data is not None:
-        samples = load_unlabelled(node.data, form.image, form.scale)
+        samples = node.data
     else:
         raise ConfigError("node-config: a newcomer needs data, a folder or a file without labels")
     return received.personalize(samples, node.personalizer, architecture=node.architecture)
