@@ -17,30 +17,22 @@ ROLES: tuple[Role, ...] = ("training", "new")
 
 
 @dataclass(frozen=True)
-class Clients:
-    """Many clients as flat arrays: client i holds the samples indices[offsets[i] : offsets[i + 1]], in random order."""
+class Clients(Hands):
+    """What each client holds, in random order, and how it uses it."""
 
-    indices: Indices
-    offsets: Indices
     train_counts: Indices  # the first so many of a client's samples are its train split, the others validate
     angles: NDArray[np.float64]  # degrees counter-clockwise by which a client's images are turned
-
-    def __len__(self) -> int:
-        return len(self.train_counts)
 
     def all(self, client: int) -> Indices:
         if not 0 <= client < len(self):
             raise IndexError(f"client {client}: there are {len(self)}, counted from 0")
-        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+        return self[client]
 
     def train(self, client: int) -> Indices:
         return self.all(client)[: self.train_counts[client]]
 
     def validation(self, client: int) -> Indices:
         return self.all(client)[self.train_counts[client] :]
-
-    def sizes(self) -> Indices:
-        return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     hands = dict(zip(("training", "new"), _deal(source, partition, pool, seed), strict=True))
     notes = []
     for role, dealt in hands.items():
-        hands[role] = held = dealt.chosen(np.flatnonzero(dealt.sizes))
+        hands[role] = held = dealt.chosen(np.flatnonzero(dealt.sizes()))
         if not len(held):
             raise DataError(f"no sample is left for {role} clients: take more samples or fewer clients")
         if empty := len(dealt) - len(held):
@@ -134,7 +126,7 @@ def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tup
             hands = iid(len(pool), partition.clients, rng)
     order = _generator(seed, "roles").permutation(len(hands))
     half = (len(hands) + 1) // 2
-    held = Hands(pool[hands.positions], hands.offsets)
+    held = Hands(pool[hands.indices], hands.offsets)
     return held.chosen(order[:half]), held.chosen(order[half:])
 
 
@@ -151,7 +143,7 @@ def _deal_dirichlet(source: Source, partition: Partition, pool: Indices, seed: i
     dealt = []
     for part, alpha, purpose in parts:
         hands = dirichlet(source.labels[part], partition.clients // 2, alpha, _generator(seed, purpose))
-        dealt.append(Hands(part[hands.positions], hands.offsets))
+        dealt.append(Hands(part[hands.indices], hands.offsets))
     return dealt[0], dealt[1]
 
 
@@ -162,7 +154,7 @@ def _groups(source: Source, what: str) -> Indices:
 
 
 def _training_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
-    sizes = hands.sizes
+    sizes = hands.sizes()
     validation = np.rint(partition.validation * sizes).astype(np.int64)
     if partition.validation > 0:
         validation = np.maximum(validation, 1)
@@ -173,7 +165,7 @@ def _training_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
 
 def _new_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
     # A larger fraction contains every smaller one. The order must not give labels away either.
-    kept = np.maximum(np.rint(partition.new_fraction * hands.sizes).astype(np.int64), 1)
+    kept = np.maximum(np.rint(partition.new_fraction * hands.sizes()).astype(np.int64), 1)
     angles = _angles(partition.rotations_new, len(hands), _generator(seed, "angles new"))
     shuffled = hands.shuffled(_generator(seed, "subsample"))
     return _clients(shuffled.first(kept), np.zeros(len(hands), np.int64), angles)
@@ -184,9 +176,9 @@ def _angles(choices: tuple[float, ...], count: int, rng: np.random.Generator) ->
 
 
 def _clients(hands: Hands, train_counts: Indices, angles: NDArray[np.float64]) -> Clients:
-    for array in (hands.positions, hands.offsets, train_counts, angles):
+    for array in (hands.indices, hands.offsets, train_counts, angles):
         array.flags.writeable = False
-    return Clients(hands.positions, hands.offsets, train_counts, angles)
+    return Clients(hands.indices, hands.offsets, train_counts, angles)
 
 
 def _counts(values: Indices, clients: Clients, width: int) -> NDArray[np.int64]:

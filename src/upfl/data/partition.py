@@ -97,50 +97,49 @@ def default_partition(dataset: str) -> Partition:
 class Hands:
     """What each client holds, one after another in one array: a million clients are not a million objects."""
 
-    positions: Indices
-    offsets: Indices  # client i holds positions[offsets[i] : offsets[i + 1]]
+    indices: Indices
+    offsets: Indices  # client i holds indices[offsets[i] : offsets[i + 1]]
 
     @classmethod
-    def cut(cls, positions: Indices, sizes: Indices) -> "Hands":
-        return cls(positions, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+    def cut(cls, indices: Indices, sizes: Indices) -> "Hands":
+        return cls(indices, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, client: int) -> Indices:
-        return self.positions[self.offsets[client] : self.offsets[client + 1]]
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
 
     def __iter__(self) -> Iterator[Indices]:
         return (self[client] for client in range(len(self)))
 
-    @property
     def sizes(self) -> Indices:
         return np.diff(self.offsets)
 
     def first(self, counts: Indices) -> "Hands":
-        """Each client's first so many positions."""
+        """Each client's first so many samples."""
         return self._taken(self.offsets[:-1], counts)
 
     def chosen(self, clients: Indices) -> "Hands":
         """The hands of these clients, in this order."""
-        return self._taken(self.offsets[:-1][clients], self.sizes[clients])
+        return self._taken(self.offsets[:-1][clients], self.sizes()[clients])
 
     def joined(self, number: int) -> "Hands":
         """Each `number` hands in a row as one client's."""
-        return Hands(self.positions, self.offsets[::number])
+        return Hands(self.indices, self.offsets[::number])
 
     def shuffled(self, rng: np.random.Generator) -> "Hands":
-        """Each client's positions in a random order."""
-        positions = self.positions.copy()
+        """Each client's samples in a random order."""
+        indices = self.indices.copy()
         for start, end in pairwise(self.offsets.tolist()):
-            rng.shuffle(positions[start:end])
-        return Hands(positions, self.offsets)
+            rng.shuffle(indices[start:end])
+        return Hands(indices, self.offsets)
 
     def _taken(self, starts: Indices, sizes: Indices) -> "Hands":
-        taken = Hands.cut(self.positions, sizes)
+        taken = Hands.cut(self.indices, sizes)
         places = np.repeat(starts - taken.offsets[:-1], sizes)
         places += np.arange(taken.offsets[-1])
-        return Hands(self.positions[places], taken.offsets)
+        return Hands(self.indices[places], taken.offsets)
 
 
 def pathological(
