@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 
+from upfl.engine.recorded import WORTH, steps_of
 from upfl.engine.rounds import one_thread
 from upfl.models import Conv, Linear, Model, convnet, mlp
 from upfl.training.base import Batch, LocalTraining, Task
@@ -78,7 +79,8 @@ def _step(training: LocalTraining, batch: Batch) -> Callable[[], object]:  # typ
     rates = {name: 1e-12 for name in ("lr", "outer_lr", "adapt_lr") if hasattr(training.hyper, name)}
     training.hyper = training.hyper.model_copy(update=rates)
     carry = training.begin(training.init(torch.Generator().manual_seed(0)), {}, None)  # type: ignore[arg-type]
-    return lambda: training.step(carry, batch, 0)
+    steps, (phase,) = steps_of(training, torch.device("cpu")), training.phases(0)  # as the engine takes them
+    return lambda: steps(phase, carry, batch, 0)
 
 
 def _products(model: Model) -> Callable[[], object]:
@@ -121,8 +123,9 @@ def measure(
     kept: dict[str, list[float]] = {name: [] for name in steps}
     thrown = dict.fromkeys(steps, 0)
     best = 0.0
-    for step, _ in steps.values():
-        step()
+    for name, (step, _) in steps.items():
+        for _ in range(max(repeats[name], 2 * WORTH if "MLP" in name else 1)):  # until it has been recorded
+            step()
     for _ in range(20 * wanted):
         if all(len(samples) >= wanted for samples in kept.values()):
             break

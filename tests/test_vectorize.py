@@ -58,7 +58,7 @@ def test_clients_trained_together_end_where_each_would_alone(name: str, model: s
 
     with torch.no_grad():
         before = begun()
-        alone = [train_alone(training, [carry], [client], 2)[0] for carry, client in zip(begun(), clients, strict=True)]
+        alone = [train_alone(training, carry, client, 2) for carry, client in zip(begun(), clients, strict=True)]
         together = train_together(training, begun(), clients, 2)
     for start, (carry, loss), (ours, our_loss) in zip(before, alone, together, strict=True):
         assert ours.keys() == carry.keys()

@@ -215,13 +215,15 @@ class Outer(NamedTuple):
         near = _near(self.b, self.b) if self.near is None else self.near
         return torch.mm(self.a, self.a.t()).mul_(near).sum().clamp(min=0).sqrt()
 
-    def add_to_(self, weight: Tensor, bias: Tensor, factor: Tensor, shrink: float) -> None:
+    def over(self, divisor: Tensor) -> Outer:
+        return Outer(self.a / divisor, self.b, self.near)
+
+    def add_to_(self, weight: Tensor, bias: Tensor, factor: float, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
-        a = self.a * factor
         for start in range(0, len(weight), 128):  # rows that stay in the cache while they are scaled and added to
             rows = slice(start, start + 128)
-            add_product_(weight[rows], a[:, rows].t(), self.b, beta=shrink)
-        bias.mul_(shrink).add_(a.sum(0))
+            add_product_(weight[rows], self.a[:, rows].t(), self.b, beta=shrink, alpha=factor)
+        bias.mul_(shrink).add_(self.a.sum(0), alpha=factor)
 
 
 Plus = tuple["Direction", float]  # a direction and a factor on it

@@ -41,11 +41,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: 
 
 def combined(first: list[Tensor], a: float, second: list[Tensor], b: float) -> list[Tensor]:
     """a * first + b * second, tensor by tensor."""
-    if not first or is_vectorized(first[0]):
-        return [torch.mul(one, a).add_(other, alpha=b) for one, other in zip(first, second, strict=True)]
-    result = list(torch._foreach_mul(first, a))
-    torch._foreach_add_(result, second, alpha=b)
-    return result
+    return [torch.mul(one, a).add_(other, alpha=b) for one, other in zip(first, second, strict=True)]
 
 
 def norm(values: Iterable[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from upfl.engine.clients import LocalClient
+from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
 from upfl.state import State
 from upfl.training.base import Batch, Training
@@ -34,13 +35,21 @@ def train_client(
 
 
 def train_clients(
-    training: Training[Any], server: State, memories: Sequence[State], clients: Sequence[LocalClient]
+    training: Training[Any],
+    server: State,
+    memories: Sequence[State],
+    clients: Sequence[LocalClient],
+    steps: Steps = as_written,
 ) -> list[tuple[Mapping[str, Tensor], State] | BadClientError]:
     """The same for several clients, side by side; in a client's place the reason why it is left out."""
     carries = [training.begin(server, memory, client) for memory, client in zip(memories, clients, strict=True)]
-    steps = train_together if len(clients) > 1 else train_alone
+    round = clients[0].round
+    if len(clients) > 1:
+        trained = train_together(training, carries, clients, round)
+    else:
+        trained = [train_alone(training, carries[0], clients[0], round, steps)]
     results: list[tuple[Mapping[str, Tensor], State] | BadClientError] = []
-    for client, (carry, loss) in zip(clients, steps(training, carries, clients, clients[0].round), strict=True):
+    for client, (carry, loss) in zip(clients, trained, strict=True):
         if loss.isfinite():
             up, memory = training.finish(server, carry, client)
             results.append((with_loss(up, loss), memory))
@@ -60,16 +69,16 @@ def with_loss(up: Mapping[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
 
 
 def train_alone(
-    training: Training[Any], carries: Sequence[State], clients: Sequence[LocalClient], round: int
-) -> list[tuple[State, Tensor]]:
+    training: Training[Any], carry: State, client: LocalClient, round: int, steps: Steps = as_written
+) -> tuple[State, Tensor]:
     """A client's carry after its phases, and its mean loss."""
-    carry, losses, steps = carries[0], torch.zeros((), dtype=torch.float64), 0
+    losses, count = torch.zeros((), dtype=torch.float64), 0
     for phase in training.phases(round):
-        for batch in clients[0].phase(phase):
-            carry, loss = phase.step(carry, batch, round)
+        for batch in client.phase(phase):
+            carry, loss = steps(phase, carry, batch, round)
             losses += loss.detach().cpu()
-            steps += 1
-    return [(carry, losses / steps)]
+            count += 1
+    return carry, losses / count
 
 
 def train_together(

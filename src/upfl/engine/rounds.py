@@ -23,6 +23,7 @@ from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
 from upfl.engine.group import Group
 from upfl.engine.local import LOSS, train_clients, upload_like
+from upfl.engine.recorded import steps_of
 from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
@@ -58,6 +59,7 @@ class Engine:
         self.device = checked_device(self.config.device)
         self.federation, self.inputs, self.training, self.personalizers = assemble(self.config, self.device, federation)
         self.clients = len(self.federation.training)
+        self.steps = steps_of(self.training, self.device)
         self.progress = Progress(server={})
         self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
@@ -165,7 +167,7 @@ class Engine:
         """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""
         clients = [self._client(id, round) for id in ids]
         memories = [self.memory(id) for id in ids]
-        results = train_clients(self.training, self.progress.server, memories, clients)
+        results = train_clients(self.training, self.progress.server, memories, clients, self.steps)
         return [self._count_in(client, result, total) for client, result in zip(clients, results, strict=True)]
 
     def _count_in(

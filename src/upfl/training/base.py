@@ -50,7 +50,8 @@ class LocalHyper(Hyper):
 
     def rate(self, rate: float, round: int) -> float:
         """A learning rate after `round` rounds."""
-        return rate * float(self.decay ** (round / 10))
+        factor: float = self.decay ** (round / 10)
+        return rate * factor
 
 
 @dataclass(frozen=True)

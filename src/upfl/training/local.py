@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upfl.models import Direction, split
-from upfl.state import State, is_vectorized, norm
+from upfl.state import State, norm
 from upfl.training.base import Batch
 
 
@@ -62,33 +62,11 @@ def sgd_(
     lengths = [*([norm(dense.values())] if dense else []), *(one.norm() for one in outer.values())]
     length = lengths[0] if len(lengths) == 1 else norm(lengths)
     divisor = ((length + 1e-6) / clip).clamp(min=1.0)
-    if is_vectorized(divisor):
-        for name, value in dense.items():
-            step = torch.add(value / divisor, params[name], alpha=weight_decay)
-            params[name].sub_(buffers[name].mul_(factor).add_(step) if factor else step, alpha=rate)
-    else:
-        torch._fused_sgd_(
-            [params[name] for name in dense],
-            # The fused kernel walks through memory: a gradient must lie there as its parameter does.
-            [_laid_out_like(params[name], value) for name, value in dense.items()],
-            [buffers[name] for name in dense] if factor else [],
-            weight_decay=weight_decay,
-            momentum=factor,
-            lr=rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=divisor.to(torch.float32),
-        )
+    for name, value in dense.items():
+        step = value.div_(divisor).add_(params[name], alpha=weight_decay)
+        params[name].sub_(buffers[name].mul_(factor).add_(step) if factor else step, alpha=rate)
     for layer, one in outer.items():
-        one.add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate / divisor, 1 - rate * weight_decay)
-
-
-def _laid_out_like(value: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.stride() == value.stride():
-        return gradient
-    return torch.empty_like(value).copy_(gradient)
+        one.over(divisor).add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate, 1 - rate * weight_decay)
 
 
 def _minus_one(y: Tensor, like: Tensor) -> Tensor:
