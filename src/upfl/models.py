@@ -565,14 +565,10 @@ class _ReluPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
         self.y = x.relu()
 
-        self._open: Tensor | None = None
-
     def pull(self, gy: Tensor) -> Tensor:
-        if gy.dim() == 4 and not is_vectorized(gy):  # in one pass over an image's memory
-            return _threshold_backward(gy, self.y, 0, grad_input=gy)  # type: ignore[no-any-return]
-        if self._open is None:
-            self._open = self.y.sign()  # 1 where the rectifier is open, 0 where it is shut
-        return gy.mul_(self._open)
+        if is_vectorized(gy):
+            return gy.mul_(self.y.sign())  # 1 where the rectifier is open, 0 where it is shut
+        return _threshold_backward(gy, self.y, 0, grad_input=gy)  # type: ignore[no-any-return]
 
     def push(self, dx: Tensor) -> Tensor:
         return self.pull(dx)

@@ -10,8 +10,8 @@ and then, once, `server = aggregate(server, total, round)`, where `total` is the
 server ever sees of the clients, so partial sums can be formed anywhere and merged in any order. A client that is left
 out changes neither the sum nor its memory.
 
-`step` does no I/O, keeps no state of its own and has no Python branch that depends on data, so it can be vectorized
-over clients. It may change the tensors of the carry in place: `begin` makes them the client's own.
+`step` does no I/O, keeps no state of its own and has no Python branch that depends on data or on the round, so it can be
+vectorized over clients, and recorded. It may change the tensors of the carry in place: `begin` makes them the client's own.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ H = TypeVar("H", bound=Hyper)
 class Stage(ABC, Generic[H]):
     """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
-    vectorizes: ClassVar[bool] = False  # whether torch.func.vmap over clients is tested for its steps
+    vectorizes: ClassVar[bool] = False  # whether its steps are tested under torch.func.vmap and recorded
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
 
