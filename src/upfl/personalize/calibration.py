@@ -20,7 +20,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, create_model
@@ -206,6 +206,12 @@ def fitted(published: Published, name: str) -> State:
 H = TypeVar("H", bound=Hyper)
 
 
+class Corrected(NamedTuple):
+    posterior: Tensor  # of each of the client's samples
+    mix: Tensor | None  # the client's mix of classes, where there is one
+    decision: str
+
+
 class Correction(Personalizer[H]):
     """A personalizer that corrects another one's calibrated predictions: those of `none`, or as `BASE+NAME` of BASE.
 
@@ -258,10 +264,8 @@ class Correction(Personalizer[H]):
         return Personalized(base.before, logits.to(base.logits), calibrator.predictor(base.predictor, mix), diary)
 
     @abstractmethod
-    def correct(
-        self, base: Personalized, calibrator: Calibrator, published: Published
-    ) -> tuple[Tensor, Tensor | None, str]:
-        """(the posterior of each of the client's samples, its mix of classes where it has one, what was decided)"""
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
+        """What becomes of the base's logits."""
 
 
 class CalibratedHyper(Hyper):
@@ -273,7 +277,6 @@ class Calibrated(Correction[CalibratedHyper]):
     title = "calibrated"
     Hyper = CalibratedHyper
 
-    def correct(
-        self, base: Personalized, calibrator: Calibrator, published: Published
-    ) -> tuple[Tensor, Tensor | None, str]:
-        return calibrator.log_posterior(base.logits).exp(), None, f"temperature {1 / calibrator.scale:.3g} and a bias"
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
+        posterior = calibrator.log_posterior(base.logits).exp()
+        return Corrected(posterior, None, f"temperature {1 / calibrator.scale:.3g} and a bias")

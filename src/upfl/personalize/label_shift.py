@@ -35,7 +35,7 @@ from torch import Tensor
 
 from upfl.personalize import class_mix
 from upfl.personalize.base import Personalized
-from upfl.personalize.calibration import Calibrator, Correction, fitted
+from upfl.personalize.calibration import Calibrator, Corrected, Correction, fitted
 from upfl.personalize.class_mix import STRENGTHS, Posterior, variational
 from upfl.personalize.fitting import Fit, Need
 from upfl.state import State
@@ -59,16 +59,14 @@ class LabelShift(Correction[LabelShiftHyper]):
         mixture = (Need.of(Mixture, self.base),) if self._mixes else ()
         return (*mixture, Need.of(Gate, self))
 
-    def correct(
-        self, base: Personalized, calibrator: Calibrator, published: Published
-    ) -> tuple[Tensor, Tensor | None, str]:
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         posterior, menus = self.posterior(calibrator.log_posterior(base.logits), calibrator, published)
         if self.hyper.gate is None:
             menu = int(fitted(published, f"{Gate.key}.{self.name}")["menu"])
         else:
             menu = len(menus) - len(MENUS) + sum(s < self.hyper.gate for s in MENUS)
         r, mix, weights = posterior.averaged(menus[menu])
-        return r, mix, self._explained(menu - len(menus), weights)
+        return Corrected(r, mix, self._explained(menu - len(menus), weights))
 
     def posterior(self, log_p: Tensor, calibrator: Calibrator, published: Published) -> tuple[Posterior, Tensor]:
         """Posteriors under every prior, and log weights [menus, priors] of what each menu allows.
@@ -231,12 +229,10 @@ class Em(Correction[EmHyper]):
     title = "expectation-maximisation of the class mix"
     Hyper = EmHyper
 
-    def correct(
-        self, base: Personalized, calibrator: Calibrator, published: Published
-    ) -> tuple[Tensor, Tensor | None, str]:
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         likelihood = calibrator.log_posterior(base.logits) - calibrator.prior.log()
         r, mix = class_mix.expectation_maximisation(likelihood, calibrator.prior)
-        return r, mix.clamp(min=1e-12), "the most likely class mix"
+        return Corrected(r, mix.clamp(min=1e-12), "the most likely class mix")
 
 
 class MapEmHyper(Hyper):
@@ -248,12 +244,10 @@ class MapEm(Correction[MapEmHyper]):
     title = "most probable class mix"
     Hyper = MapEmHyper
 
-    def correct(
-        self, base: Personalized, calibrator: Calibrator, published: Published
-    ) -> tuple[Tensor, Tensor | None, str]:
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         likelihood = calibrator.log_posterior(base.logits) - calibrator.prior.log()
         r, mix = class_mix.expectation_maximisation(likelihood, calibrator.prior, self.hyper.strength)
-        return r, mix, f"the class mix at the mode under a prior worth {self.hyper.strength:g} samples"
+        return Corrected(r, mix, f"the class mix at the mode under a prior worth {self.hyper.strength:g} samples")
 
 
 class BbseHyper(Hyper):
@@ -265,10 +259,9 @@ class Bbse(Correction[BbseHyper]):
     title = "black-box shift estimation"
     Hyper = BbseHyper
 
-    def correct(
-        self, base: Personalized, calibrator: Calibrator, published: Published
-    ) -> tuple[Tensor, Tensor | None, str]:
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         log_p = calibrator.log_posterior(base.logits)
         predicted = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double() / len(log_p)
         mix = class_mix.black_box(calibrator.confusion, predicted, calibrator.prior).clamp(min=1e-12)
-        return (log_p - calibrator.prior.log() + mix.log()).softmax(1), mix, "the class mix by the confusion matrix"
+        posterior = (log_p - calibrator.prior.log() + mix.log()).softmax(1)
+        return Corrected(posterior, mix, "the class mix by the confusion matrix")

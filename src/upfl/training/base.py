@@ -10,8 +10,9 @@ and then, once, `server = aggregate(server, total, round)`, where `total` is the
 server ever sees of the clients, so partial sums can be formed anywhere and merged in any order. A client that is left
 out changes neither the sum nor its memory.
 
-`step` does no I/O, keeps no state of its own and has no Python branch that depends on data or on the round, so it can be
-vectorized over clients, and recorded. It may change the tensors of the carry in place: `begin` makes them the client's own.
+`step` does no I/O, keeps no state of its own and has no Python branch that depends on data or on the round, so it can
+be vectorized over clients, and recorded. It may change the tensors of the carry in place: `begin` makes them the
+client's own.
 """
 
 from __future__ import annotations
