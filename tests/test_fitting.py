@@ -566,6 +566,14 @@ def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_e
     assert choose([0.5, 0.4, 0.5], [[0.0] * 3] * 3) == 0
 
 
+def test_auto_begins_with_the_calibrated_model() -> None:
+    """Two candidates between which nothing decides: what the newcomer gets is what the federation's labels speak for."""
+    here = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5)
+    assert here.personalizer("auto").candidates[:2] == ["calibrated", "none"]
+    same = torch.full((3,), 0.5)
+    assert auto.choose(same, 1e-4 * torch.eye(3)) == 0
+
+
 def uneven_sizes() -> World:
     here = world(uneven(4, 10), uneven(4, 3), samples=50, apart=1.3)
     sizes = [10, 50, 23, 31, 50, 44, 12, 50, 8, 37]
@@ -585,7 +593,7 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     for i, (x, y) in enumerate(zip(here.logits, here.labels, strict=True)):
         found = [
             here.personalizer(name).personalize(fitted.without(i), Unlabelled(i, x)).logits
-            for name in ("none", "calibrated", "label-shift")
+            for name in ("calibrated", "none", "label-shift")
         ]
         r = found[-1].double().softmax(1)
         right = torch.stack([r[torch.arange(len(y)), z.argmax(1)] for z in found])
@@ -620,7 +628,7 @@ def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them() ->
         here = feature_shift(clients, size=2.5)
         cut = replace(here, logits=[z[:samples] for z in here.logits], labels=[y[:samples] for y in here.labels])
         found = select(cut.fit("auto").published.fitted, "choice.auto")
-        return abs(float(found["offset"][0])), float(found["covariance"][0, 0].sqrt())
+        return abs(float(found["offset"][auto.NONE])), float(found["covariance"][auto.NONE, auto.NONE].sqrt())
 
     few, many = known(3, 10), known(60, 60)
     assert few[0] < 0.2 * auto.SPREAD

@@ -19,10 +19,10 @@ as far as they know better:
 
     offset = T (T + V)^-1 m,   P = T - T (T + V)^-1 T,   accuracy_k = e_k + offset_k
 
-With many labels the offset is m; with few the newcomer's own evidence decides. The newcomer goes through the candidates
-from the one that changes least, none, to those that change most, and leaves the one it has for the next only if that
-promises more by one standard error of the difference of their offsets, from P. Labels of new clients play no part in
-any of this.
+With many labels the offset is m; with few the newcomer's own evidence decides. The newcomer begins with the calibrated
+model, for which all training clients' labels speak, goes through none, label-shift and the adaptations, and leaves the
+one it has for the next only if that promises more by one standard error of the difference of their offsets, from P.
+Labels of new clients play no part in any of this.
 
 Settled: label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
 that adapted itself to its samples does not look at a class as it does on other clients, and label-shift rests on that;
@@ -49,6 +49,7 @@ from upfl.state import State
 from upfl.training.base import Client, Hyper, Published, Total, Training
 
 SPREAD = 0.01  # how far estimates are off, a priori
+NONE, LABEL_SHIFT = 1, 2  # their places among the candidates
 
 
 class AutoHyper(Hyper):
@@ -72,8 +73,8 @@ class Auto(Personalizer[AutoHyper]):
 
     @property
     def candidates(self) -> list[str]:
-        """From the one that changes least on."""
-        return [self.nothing.name, self.calibrated.name, self.shifted.name, *(one.name for one in self.adapted)]
+        """In the order in which they are considered."""
+        return [self.calibrated.name, self.nothing.name, self.shifted.name, *(one.name for one in self.adapted)]
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
@@ -89,7 +90,7 @@ class Auto(Personalizer[AutoHyper]):
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"])
         variance = (chance + known["covariance"]).diagonal() + known["scatter"]
-        accuracy = [interval(expected[k].item(), variance[k].item()) for k in (0, chosen)]
+        accuracy = [interval(expected[k].item(), variance[k].item()) for k in (NONE, chosen)]
         diary = results[chosen].diary
         decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._told(expected)})"
         return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
@@ -101,15 +102,16 @@ class Auto(Personalizer[AutoHyper]):
     def corrected(self, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
         """What each candidate comes to."""
         nothing, *adapted = uncorrected
-        return [nothing, *(one.corrected(nothing, published) for one in (self.calibrated, self.shifted)), *adapted]
+        calibrated, shifted = (one.corrected(nothing, published) for one in (self.calibrated, self.shifted))
+        return [calibrated, nothing, shifted, *adapted]
 
     def _told(self, expected: Tensor) -> str:
         return ", ".join(f"{name} {100 * v:.1f}" for name, v in zip(self.candidates, expected.tolist(), strict=True))
 
 
 def measured(results: list[Personalized]) -> tuple[Tensor, Tensor]:
-    """e of the candidates, and its covariance, r given. The third candidate is label-shift, whose logits are log r."""
-    posterior = results[2].logits.double().softmax(1).cpu()
+    """e of the candidates, and its covariance, r given. Label-shift's logits are log r."""
+    posterior = results[LABEL_SHIFT].logits.double().softmax(1).cpu()
     predicted = torch.stack([one.logits.argmax(1).cpu() for one in results])  # [candidates, n]
     right = posterior.gather(1, predicted.T).T
     same = predicted.unsqueeze(1) == predicted
