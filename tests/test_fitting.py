@@ -567,7 +567,7 @@ def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_e
 
 
 def test_auto_begins_with_the_calibrated_model() -> None:
-    """Two candidates between which nothing decides: what the newcomer gets is what the federation's labels speak for."""
+    """Between two candidates nothing decides: the newcomer gets the one that the federation's labels speak for."""
     here = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5)
     assert here.personalizer("auto").candidates[:2] == ["calibrated", "none"]
     same = torch.full((3,), 0.5)
