@@ -568,8 +568,9 @@ def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_e
 
 def test_auto_begins_with_the_calibrated_model() -> None:
     """Between two candidates nothing decides: the newcomer gets the one that the federation's labels speak for."""
-    here = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5)
-    assert here.personalizer("auto").candidates[:2] == ["calibrated", "none"]
+    personalizer = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5).personalizer("auto")
+    assert isinstance(personalizer, auto.Auto)
+    assert personalizer.candidates[:2] == ["calibrated", "none"]
     same = torch.full((3,), 0.5)
     assert auto.choose(same, 1e-4 * torch.eye(3)) == 0
 
