@@ -37,7 +37,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     )
     for panel, result in zip(panels.flat, results, strict=True):
         bars(panel, result)
-    panels.flat[-1].set_xlabel("time a round over upfl's; dashed: the machine's limit for upfl's operations", fontsize=8)
+    panels.flat[-1].set_xlabel(
+        "time a round over upfl's; dashed: the machine's limit for upfl's operations", fontsize=8
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
