@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from upfl.engine.recorded import WORTH, steps_of
+from upfl.engine.recorded import steps_of
 from upfl.engine.rounds import one_thread
 from upfl.models import Conv, Linear, Model, convnet, mlp
 from upfl.training.base import Batch, LocalTraining, Task
@@ -124,7 +124,7 @@ def measure(
     thrown = dict.fromkeys(steps, 0)
     best = 0.0
     for name, (step, _) in steps.items():
-        for _ in range(max(repeats[name], 2 * WORTH if "MLP" in name else 1)):  # until it has been recorded
+        for _ in range(repeats[name]):  # small models, of which this is many, have been recorded then
             step()
     for _ in range(20 * wanted):
         if all(len(samples) >= wanted for samples in kept.values()):

@@ -28,7 +28,7 @@ def to_device(state: State, device: torch.device) -> State:
 
 
 def is_vectorized(value: Tensor) -> bool:
-    """Whether a tensor stands for many under torch.func.vmap, for which `out=` and fused kernels are not made."""
+    """Whether a tensor stands for many under torch.func.vmap, for which kernels with `out=` are not made."""
     return bool(torch._C._functorch.is_batchedtensor(value))
 
 

@@ -1,9 +1,9 @@
 """Local steps without Python in them: recorded once, replayed by PyTorch's interpreter.
 
-A step of a small model is some two hundred operations of a few microseconds, and half of its time goes by between them
-(`results/steps.md`). A step has no branch that depends on data (`training/base.py`), so that its operations are the
-same for every batch of a shape. They are recorded when a shape has come up often enough to pay for it, and replayed
-from then on: the same kernels on the same numbers in the same order, hence the same bits.
+A step of a small model is some two hundred operations of a few microseconds, and about a fifth of its time is Python
+between them (`results/steps.md`). A step has no branch that depends on data (`training/base.py`), so that its
+operations are the same for every batch of a shape. They are recorded when a shape has come up often enough to pay for
+it, and replayed from then on: the same kernels on the same numbers in the same order, hence the same bits.
 
 What changes from round to round are the learning rates. While a step is recorded, `round` is a tensor, and so is every
 rate that is made of it: the graph holds their arithmetic, not their values.
@@ -29,7 +29,7 @@ from upfl.training.base import Batch, Phase, Step, Training
 
 _as_recorded: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
 
-WORTH = 32  # a recording takes about as long as it saves in so many steps
+WORTH = 32  # a recording takes as long as it saves in some sixty steps, and serves the whole run
 
 
 class Steps(Protocol):
