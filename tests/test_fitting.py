@@ -479,6 +479,11 @@ def test_the_interval_covers_the_accuracy_of_calibrated_predictions() -> None:
     assert (covered / trials < 0.985).all()
 
 
+def test_posteriors_that_rounding_took_past_one_are_certain() -> None:
+    posterior = torch.tensor([[1 + 2**-52, 0.0]]).double().repeat(3, 1)
+    assert all((one.value, one.low, one.high) == (1, 1, 1) for one in estimates(posterior, posterior, {}))
+
+
 def test_reliability_is_the_mean_and_the_scatter_of_the_clients_errors(shifted: World, fits: CrossFitted) -> None:
     personalizer = shifted.personalizer("label-shift")
     errors, variances = [], []

@@ -20,6 +20,7 @@ from upfl.personalize.label_shift import Bbse, Em, LabelShift, MapEm
 from upfl.personalize.lame import Lame
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.pfl import Ensemble, Sampled
+from upfl.personalize.refit import Refit
 from upfl.personalize.tent import Tent
 from upfl.suggest import unknown
 from upfl.training.afl import AFL
@@ -69,6 +70,14 @@ ROWS = [
     Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
     Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
     Method("label-shift", "Label shift", "fedavg", "label-shift", "FedAvg, then the newcomer's own mix of classes"),
+    Method("refit", "Refit", "fedavg", "refit", "FedAvg, its last layer fitted anew in closed form over all clients"),
+    Method(
+        "refit-label-shift",
+        "Refit, label shift",
+        "fedavg",
+        "refit+label-shift",
+        "both: a last layer fitted anew, then the mix of classes",
+    ),
     Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
     Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
     Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
@@ -87,7 +96,7 @@ PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer
     for personalizer in (
         *(Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble),
-        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Auto),
+        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Refit, Auto),
     )
 }
 

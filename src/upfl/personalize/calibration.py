@@ -65,7 +65,7 @@ class Calibration(Fit):
 
     def memory(self, client: Client) -> State:
         y = self.labels(client)
-        varies = bool(self.personalizer.needs())
+        varies = any(need.kind.by_folds for need in self.personalizer.needs())
         scores = torch.zeros(len(self.left_out) if varies else 1, len(y), self.classes, dtype=torch.float64)
         for fit, _, personalized in self.plays(client, self.personalizer.personalize, varies):
             if varies or fit == 0:

@@ -61,7 +61,7 @@ class Reliability(Fit):
 
 def raw_estimate(predictions: Tensor, posterior: Tensor) -> tuple[float, float]:
     """(the accuracy that the posteriors give to predictions, its variance)"""
-    right = posterior.gather(1, predictions.cpu().argmax(1, keepdim=True))
+    right = posterior.gather(1, predictions.cpu().argmax(1, keepdim=True)).clamp(max=1)  # rounding may take it past 1
     return right.mean().item(), (right * (1 - right)).mean().item() / len(right)
 
 

@@ -87,6 +87,9 @@ class Fit(Stage[Hyper]):
 
     key: ClassVar[str]
     depth: ClassVar[int] = 1  # how many folds are left out at most: one, and one more for each fit that stands on this
+    by_folds: ClassVar[bool] = (
+        True  # whether it differs with the folds left out: not where labels come from train splits
+    )
     rounds: ClassVar[int] = 1
     remembers = True
 

@@ -1,0 +1,125 @@
+"""Refit: the published model with its last layer fitted anew, in closed form, over all training clients.
+
+Where clients hold few classes each, local steps bend the last layer towards each client's own classes, and the mean of
+such layers is far from the layer that the mean features deserve. That one takes no training: with h the features before
+the last layer, every training client sums over its train split
+
+    n_c,   sum of h over class c,   sum of h h^T
+
+and from the sums over clients come class means mu_c, the covariance S within classes, and Fisher's discriminant
+
+    S = (sum h h^T - sum_c n_c mu_c mu_c^T) / n,         S' = (1 - g) S + g tr(S) / D I
+    logits_c = mu_c^T S'^-1 h - mu_c^T S'^-1 mu_c / 2 + log n_c / n
+
+which is the posterior of Gaussian classes. The sums do not depend on who holds which samples, and so neither does the
+layer: clients without any class in common come to the layer that one machine with all the data would find. Kin: CCVR
+(Luo et al., NeurIPS 2021) trains the layer on samples of such Gaussians, Fed3R (Fani et al., ICML 2024) takes ridge
+regression.
+
+Settled: g = 0.01. A class that nobody holds has the mean of all and the weight of one sample in n + C; so have others
+theirs (log (n_c + 1) / (n + C)). Sums come from train splits, so validation scores need no cross-fitting for them. They
+leave a client as its other sums do: the server of a plain federation sees a client's class counts and mean features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from upfl.models import Linear
+from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, all_logits, entropy
+from upfl.personalize.calibration import fitted
+from upfl.personalize.fitting import CrossFitted, Fit, Need
+from upfl.state import State
+from upfl.training.base import Client, Hyper, Published, Total, Training
+
+
+class RefitHyper(Hyper):
+    shrinkage: float = Field(0.01, gt=0, le=1, description="of the covariance towards a multiple of the identity")
+
+
+class Refit(Personalizer[RefitHyper]):
+    name = "refit"
+    title = "last layer refitted"
+    Hyper = RefitHyper
+
+    @classmethod
+    def why_not(cls, training: Training[Any]) -> str | None:
+        if training.heterogeneous:
+            return "it fits one last layer for all, and architectures differ in theirs"
+        if type(training).logits is not Training.logits or not isinstance(training.model.layers[-1], Linear):
+            return f"the model of {training.name} does not end in a linear layer on its features"
+        return super().why_not(training)
+
+    def needs(self) -> tuple[Need, ...]:
+        return (Need.of(Discriminant, self),)
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        layer = fitted(published, f"{Discriminant.key}.{self.name}")
+        theta = self.training.start(published, client, memory)
+        last = self.training.model[-1:]
+        refitted = theta | {name: layer[name.rpartition(".")[2]].to(theta[name]) for name in last.shapes}
+        features = all_logits(self.training.features, theta, client.x)
+        before, logits = (all_logits(last.apply, params, features) for params in (theta, refitted))
+        diary = Diary(
+            entropy=[entropy(before).mean().item(), entropy(logits).mean().item()],
+            decision="the last layer that the federation fitted anew",
+        )
+        return Personalized(before, logits, Predictor(self.training, [refitted]), diary)
+
+
+class Discriminant(Fit):
+    """The last layer from sums over all training clients."""
+
+    key = "discriminant"
+    by_folds = False
+    scales: ClassVar = {"sums": 24, "products": 24}
+    personalizer: Refit
+
+    def __init__(self, personalizer: Refit, given: CrossFitted, depth: int | None = None) -> None:
+        super().__init__(personalizer, given, depth)
+        self.training, self.hyper = personalizer.training, personalizer.hyper
+
+    def init(self, generator: torch.Generator) -> State:
+        shapes = self.training.model[-1:].shapes
+        return {name.rpartition(".")[2]: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        classes, size = server["weight"].shape
+        up = {
+            "counts": torch.zeros(classes, dtype=torch.int64),
+            "sums": torch.zeros(classes, size, dtype=torch.float64),
+            "products": torch.zeros(size, size, dtype=torch.float64),
+        }
+        batches = list(client.batches("train", 256))
+        x = torch.cat([batch.x for batch in batches])
+        newcomer = Unlabelled(client.id, x, client.seed, client.architecture)
+        theta = self.training.start(self.given.published, newcomer, None)
+        for batch in batches:
+            h, y = self.training.features(theta, batch.x).cpu().double(), batch.y.cpu()
+            up["counts"] += torch.bincount(y, minlength=classes)
+            up["sums"].index_add_(0, y, h)
+            up["products"].addmm_(h.T, h)
+        return up, {}
+
+    def aggregate(self, server: State, total: Total, round: int) -> State:
+        weight, bias = discriminant(total["counts"], total["sums"], total["products"], self.hyper.shrinkage)
+        return {"weight": weight, "bias": bias}
+
+    def fitted(self, server: State, fit: int) -> State:
+        return server
+
+
+def discriminant(counts: Tensor, sums: Tensor, products: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the posterior of Gaussian classes: [C], [C, D] and [D, D] to [C, D] and [C]."""
+    n, size = counts.sum().double(), len(products)
+    means = torch.where(counts.unsqueeze(1) > 0, sums / counts.clamp(min=1).unsqueeze(1), sums.sum(0) / n)
+    within = (products - means.T @ (counts.unsqueeze(1) * means)) / n
+    level = (within.trace() / size).clamp(min=1e-12)  # where all features are constant, nothing tells classes apart
+    shrunk = (1 - shrinkage) * within + shrinkage * level * torch.eye(size, dtype=within.dtype)
+    weight = torch.linalg.solve(shrunk, means.T).T.contiguous()
+    bias = ((counts + 1) / (n + len(counts))).log() - (weight * means).sum(1) / 2
+    return weight, bias
