@@ -522,6 +522,22 @@ def test_methods_name_every_row_and_personalizer(options: tuple[str, ...]) -> No
     assert ("inner_lr" in said.out) == bool(options)
 
 
+def test_an_interrupt_while_pytorch_is_imported_is_quiet() -> None:
+    program = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+sys.argv = ["upfl", "methods"]
+from upfl.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 # The demonstration
 
 

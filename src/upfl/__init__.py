@@ -1,12 +1,20 @@
-"""upfl: a model of its own for every unlabelled newcomer of a federation."""
+"""upfl: a model of its own for every unlabelled newcomer of a federation.
+
+What stands here is imported when it is first asked for: PyTorch takes seconds, in which the command line must already
+answer to Ctrl-C.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-from upfl.api import Run, accuracy, resume, train
-from upfl.bundle import Bundle, PersonalModel, export
-from upfl.config import Config, configure
-from upfl.data import Federation, Partition, build_federation
-from upfl.personalize.base import Personalized, Unlabelled
+if TYPE_CHECKING:
+    from upfl.api import Run, accuracy, resume, train
+    from upfl.bundle import Bundle, PersonalModel, export
+    from upfl.config import Config, configure
+    from upfl.data import Federation, Partition, build_federation
+    from upfl.personalize.base import Personalized, Unlabelled
 
 __all__ = [
     "Bundle",
@@ -25,3 +33,22 @@ __all__ = [
     "resume",
     "train",
 ]
+
+_MODULES = {
+    "api": ("Run", "accuracy", "resume", "train"),
+    "bundle": ("Bundle", "PersonalModel", "export"),
+    "config": ("Config", "configure"),
+    "data": ("Federation", "Partition", "build_federation"),
+    "personalize.base": ("Personalized", "Unlabelled"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"upfl.{module}"), name)
+    raise AttributeError(f"module 'upfl' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__
