@@ -7,9 +7,9 @@ distance is a bootstrap over clients, paired, each partition for itself; below 0
 passes where that interval reaches below half a point; where label shift is the point (`--keeps`), `auto` must also keep
 at least half of label-shift's gain.
 
-`--harm` has a second table: label-shift and `auto` against the raw and the calibrated model, clients of 100 samples and
-more that lose over two points with McNemar's p under 0.05, smaller ones pooled; and how far the label-free estimate is
-off, a mean over clients.
+`--harm` has a second table: label-shift and `auto` (or what `--of` names) against the raw and the calibrated model,
+clients of 100 samples and more that lose over two points with McNemar's p under 0.05, smaller ones pooled; and how far
+the label-free estimate is off, a mean over clients.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _clients(clients: list[dict[str, float]]) -> tuple[NDArray[np.float64], NDAr
     return np.array([client["accuracy"] for client in clients]) / 100 * sizes, sizes
 
 
-def harm(setting: str, files: list[Path]) -> list[str]:
+def harm(setting: str, files: list[Path], names: list[str]) -> list[str]:
     """The rows of the second table."""
     partitions = [read(file) for file in files]
     found = [{row["name"]: row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]} for file in files]
     lines = []
-    for name in ("label-shift", "auto"):
+    for name in names:
         estimates = [rows[name]["estimate"] for rows in found]
         off, covered = (np.mean([one[key] for one in estimates]) for key in ("mean_absolute_error", "covered"))
         for reference in ("none", "calibrated"):
@@ -104,13 +104,14 @@ def main() -> None:
     parser.add_argument("settings", nargs="+", metavar="NAME=FILE,...")
     parser.add_argument("--keeps", default="", help="settings, with commas, where half of label-shift's gain must stay")
     parser.add_argument("--harm", action="store_true", help="the second table instead")
+    parser.add_argument("--of", default="label-shift,auto", help="whose harm, with commas")
     arguments = parser.parse_args()
     named = [setting.partition("=") for setting in arguments.settings]
     settings = {name: [Path(file) for file in files.split(",")] for name, _, files in named}
     if arguments.harm:
         print("| setting | | difference | large clients harmed | small clients: lost, won | estimate off by, covered |")
         print("|---|---|---:|---:|---:|---:|")
-        print("\n".join(row for name, files in settings.items() for row in harm(name, files)))
+        print("\n".join(row for name, files in settings.items() for row in harm(name, files, arguments.of.split(","))))
         return
     print(f"| setting | {' | '.join(SINGLE)} | auto (each partition) | best single, its lead | kept | passes |")
     print(f"|---|{'---:|' * (len(SINGLE) + 4)}")

@@ -16,7 +16,7 @@ from upfl.errors import RunError
 from upfl.methods import row_title
 
 TRAININGS = {
-    "fedavg": ("none", "tent", "label-shift"),
+    "fedavg": ("none", "tent", "label-shift", "refit+label-shift"),
     "fedtta": ("one-step",),
     "fedtta-prox": ("one-step", "early-stopped"),
 }
@@ -84,7 +84,8 @@ def demo(
     by_row = {row["row"]: row["test"] for row in rows}
     console.print(
         f"Without a label, FedTTA's newcomers end {by_row['fedtta'] - by_row['fedavg']:+.1f} points from FedAvg's, "
-        f"those that correct the label shift {by_row['label-shift'] - by_row['fedavg']:+.1f}. "
+        f"those that correct the label shift {by_row['label-shift'] - by_row['fedavg']:+.1f}, "
+        f"with the last layer refitted {by_row['refit-label-shift'] - by_row['fedavg']:+.1f}. "
         f"Picture: [bold]{picture}[/bold], report: [bold]{out / 'report' / 'index.html'}[/bold]",
         soft_wrap=True,
     )
