@@ -214,7 +214,8 @@ class Arena:
                 raise UnavailableError(f"its update differs from upfl's by {row.difference:.1e} of the norm")
             process = stack.enter_context(self.start(one))
             row.note = process.wait_until_ready()
-            process.round()  # to warm up
+            if self.work.model == "mlp":
+                process.round()  # to warm up; rounds of the ConvNet take a minute, and their median does not see the first
         except UnavailableError as error:
             row.error = str(error)
             return None
