@@ -215,7 +215,7 @@ class Arena:
             process = stack.enter_context(self.start(one))
             row.note = process.wait_until_ready()
             if self.work.model == "mlp":
-                process.round()  # to warm up; the ConvNet's rounds take a minute, and their median does not see the first
+                process.round()  # to warm up; a median of the ConvNet's rounds of a minute does not see the first
         except UnavailableError as error:
             row.error = str(error)
             return None
