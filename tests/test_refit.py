@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,9 @@ from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
 from upfl.personalize.base import Unlabelled
 from upfl.personalize.fitting import NO_FOLDS, CrossFitted
+from upfl.personalize.label_shift import LabelShift
 from upfl.personalize.refit import Discriminant, Refit, RefitHyper, discriminant
+from upfl.personalize.stream import Stream
 from upfl.randomness import generator
 from upfl.state import prefixed, select
 from upfl.training.base import Batch, Published, Split, Task
@@ -176,3 +178,13 @@ def test_a_run_is_better_for_it_and_a_bundle_carries_it(tmp_path: Path) -> None:
     theirs = Bundle.load(tmp_path / "bundle").personalize(images, "refit+label-shift")
     assert theirs.personalized is not None
     torch.testing.assert_close(theirs.personalized.logits, ours.logits)
+
+    personalizer, newcomer = run.personalizers["refit+label-shift"], run.newcomer(0)
+    assert isinstance(personalizer, LabelShift)
+    stream = Stream(personalizer, run.published("refit+label-shift"), replace(newcomer, x=newcomer.x[:1]))
+    for part in newcomer.x.split(7):  # type: ignore[no-untyped-call]
+        stream.add(part)
+    end = stream.personalized()
+    torch.testing.assert_close(end.logits, ours.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(end.predict_logits(newcomer.x), ours.predict_logits(newcomer.x), atol=1e-4, rtol=1e-4)
+    assert end.diary.decision == ours.diary.decision

@@ -13,6 +13,7 @@ class Nothing(Personalizer[NothingHyper]):
     name = "none"
     title = "none"
     Hyper = NothingHyper
+    samplewise = True
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         predictor = Predictor(self.training, [self.training.start(published, client, memory)])

@@ -45,6 +45,7 @@ class Refit(Personalizer[RefitHyper]):
     name = "refit"
     title = "last layer refitted"
     Hyper = RefitHyper
+    samplewise = True
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:

@@ -1,7 +1,8 @@
 """A newcomer whose samples arrive in small batches: its class mix is estimated anew as they come.
 
 What is kept is one row of class scores a sample, never the inputs. After any number of batches the posterior is that of
-label-shift correction on all samples together, in whatever batches and order they came.
+label-shift correction on all samples together, in whatever batches and order they came. As one row is kept, "before"
+is the model below the correction: the published one, or the refitted one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import torch
 from torch import Tensor
 
 from upfl.errors import ConfigError
-from upfl.personalize.base import Diary, Personalized, Predictor, Unlabelled
+from upfl.personalize.base import Diary, Personalized, Unlabelled
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.label_shift import LabelShift
-from upfl.personalize.nothing import Nothing
 from upfl.training.base import Published
 
 
@@ -22,11 +22,15 @@ class Stream:
 
     def __init__(self, personalizer: LabelShift, published: Published, client: Unlabelled) -> None:
         """`client` brings its identity, and inputs that tell their form; they are not kept and do not count."""
-        if personalizer.Base is not Nothing:
-            raise ConfigError(f"{personalizer.name}: only label-shift on the published model can follow a stream")
+        if not personalizer.Base.samplewise:
+            raise ConfigError(
+                f"{personalizer.name}: only label-shift on a model that stays as it is can follow a stream "
+                "(label-shift, refit+label-shift)"
+            )
         self.personalizer, self.published = personalizer, published
-        self.calibrator = Calibrator.of(published, Nothing.name)
-        self.model = Predictor(personalizer.training, [personalizer.training.start(published, client, None)])
+        base = personalizer.base.personalize(published, client)
+        self.calibrator = Calibrator.of(published, personalizer.base.name)
+        self.model, self.decision = base.predictor, base.diary.decision
         self.reset()
 
     def reset(self) -> None:
@@ -48,5 +52,5 @@ class Stream:
         """All samples so far, and a predictor for others."""
         if not len(self):
             raise ConfigError("no sample has come yet: there is nothing to personalize on")
-        base = Personalized(self.scores, self.scores, self.model, Diary(decision="the published model, unchanged"))
+        base = Personalized(self.scores, self.scores, self.model, Diary(decision=self.decision))
         return self.personalizer.corrected(base, self.published)
