@@ -538,6 +538,15 @@ main()
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+def test_the_package_has_its_modules_as_attributes() -> None:
+    program = (
+        "import upfl; print(upfl.errors.UpflError.__name__, upfl.data.Federation is upfl.Federation); upfl.nothing"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.stdout == "UpflError True\n"
+    assert "module 'upfl' has no attribute 'nothing'" in ended.stderr
+
+
 # The demonstration
 
 

@@ -565,7 +565,7 @@ def test_only_the_published_model_can_follow_a_stream() -> None:
     here = only_new(newcomer())
     personalizer = here.personalizer("tent+label-shift")
     assert isinstance(personalizer, LabelShift)
-    with pytest.raises(ConfigError, match="stays as it is"):
+    with pytest.raises(ConfigError, match="published model"):
         Stream(personalizer, here.published(**calibrated_as(4)), Unlabelled(0, newcomer()))
 
 

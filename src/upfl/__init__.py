@@ -5,6 +5,7 @@ answer to Ctrl-C.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -47,6 +48,8 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"upfl.{module}"), name)
+    if find_spec(f"upfl.{name}"):
+        return import_module(f"upfl.{name}")
     raise AttributeError(f"module 'upfl' has no attribute '{name}'")
 
 

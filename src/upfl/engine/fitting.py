@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import BadClientError, ConfigError, StoppedError
-from upfl.personalize.fitting import CrossFitted, Fit, Need, Needy, needs_of
+from upfl.personalize.fitting import CrossFitted, Fit, Needy, needs_of
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Published
@@ -30,13 +31,17 @@ def fit_needs(
     limit: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
-    """Fit what the personalizers need, on the training clients (or the first `limit`) that have validation data.
+    """Fit what the personalizers need, on the training clients, or on the first `limit` where they validate.
 
     Returns it with facts about each fit, for the metrics.
     """
-    _, ids = plan(personalizers, federation, limit)
-    clients = [LocalClient(federation, inputs, seed, i, 0) for i in ids]
-    return fit_by(lambda key, fit: run(fit, clients, seed, group), personalizers, published, tell)
+    plan(personalizers, federation, limit)
+
+    def runner(key: str, fit: Fit) -> tuple[State, int]:
+        ids = clients_of(type(fit), federation, limit)
+        return run(fit, [LocalClient(federation, inputs, seed, i, 0) for i in ids], seed, group)
+
+    return fit_by(runner, personalizers, published, tell)
 
 
 def fit_by(
@@ -56,19 +61,22 @@ def fit_by(
     return given, facts
 
 
-def plan(
-    personalizers: Sequence[Needy], federation: Federation, limit: int | None = None
-) -> tuple[dict[str, Need], list[int]]:
-    """What is to be fitted, and on which clients; refuses what cannot be."""
-    needs = needs_of(personalizers)
-    sizes = federation.training.sizes() - federation.training.train_counts
-    ids = [i for i in range(min(len(sizes), limit or len(sizes))) if sizes[i]]
-    if needs and not ids:
-        raise ConfigError(
-            f"'{next(iter(needs))}' is fitted on training clients' validation data, and there is none: "
-            "take a larger partition.validation, or personalizers that need no fit"
-        )
-    return needs, ids
+def plan(personalizers: Sequence[Needy], federation: Federation, limit: int | None = None) -> None:
+    """Refuse what cannot be fitted."""
+    for key, need in needs_of(personalizers).items():
+        if not clients_of(need.kind, federation, limit):
+            other = "larger" if need.kind.split == "validation" else "smaller"
+            raise ConfigError(
+                f"'{key}' is fitted on training clients' {need.kind.split} data, and there is none: "
+                f"take a {other} partition.validation, or personalizers that need no fit"
+            )
+
+
+def clients_of(kind: type[Fit], federation: Federation, limit: int | None = None) -> list[int]:
+    """The clients that a fit is made on: all that trained, or of the first `limit` those that validate."""
+    clients = federation.training
+    held = clients.train_counts if kind.split == "train" else (clients.sizes() - clients.train_counts)[:limit]
+    return [int(i) for i in np.flatnonzero(held)]
 
 
 def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:
@@ -83,7 +91,8 @@ def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> t
 def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
     """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
     server = fit.init(generator(seed, "fit", fit.key))
-    ours = group.share(clients, [len(client.federation.training.validation(client.id)) for client in clients])
+    sizes = [client.count if fit.split == "train" else client.validation_count for client in clients]
+    ours = group.share(clients, sizes)
     memories = {client.id: fit.memory(client) for client in ours}
     example = ours[0] if ours else clients[0]
     memory = memories.get(example.id) or fit.memory(example)
@@ -96,7 +105,7 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
             group.check()
             up, memories[client.id] = fit_client(fit, server, memories[client.id], replace(client, round=round))
             try:
-                total.add(up)
+                total.add(fit.checked(up))
             except BadClientError:
                 refused.add(client.id)
         group.sum_(total.buffer)

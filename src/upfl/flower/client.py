@@ -89,11 +89,11 @@ def train(message: Message, context: Context) -> RecordDict:
 def fit(message: Message, context: Context) -> RecordDict:
     """One round of a fit that personalizers need: this node's client plays the newcomer on its validation data."""
     node = TrainingNode(message, context)
-    if not len(node.federation.training.validation(node.id)):
-        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
     arrays, key = from_record(message.content.array_records[ARRAYS]), str(node.facts["key"])
-    given = unpack(arrays, int(node.facts["round"]))
-    stage = needs_of(list(node.personalizers.values()))[key].stage(given)
+    stage = needs_of(list(node.personalizers.values()))[key].stage(unpack(arrays, int(node.facts["round"])))
+    clients = node.federation.training
+    if not len(clients.train(node.id) if stage.split == "train" else clients.validation(node.id)):
+        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
     round, store = int(node.facts["fit_round"]), ContextMemory(context.state, f"fit-{key}")
     with node.precision():
         memory = stage.memory(node.client(0)) if node.facts["memory"] < 0 else store.load(int(node.facts["memory"]))

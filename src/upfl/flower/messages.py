@@ -52,16 +52,18 @@ def _tensor(name: str, array: Array) -> Tensor:
 
 def pack(given: CrossFitted) -> State:
     """What newcomers receive with what was fitted without some folds, as one state."""
-    state = prefixed("state", given.published.state) | prefixed("fitted", given.published.fitted)
-    for folds, fitted in given.fits.items():
-        state |= prefixed(_without(folds), fitted)
+    fitted = {name: value for name, value in given.published.fitted.items() if name not in given.shared}
+    state = prefixed("state", given.published.state) | prefixed("fitted", fitted) | prefixed("shared", given.shared)
+    for folds, without in given.fits.items():
+        state |= prefixed(_without(folds), without)
     return state
 
 
 def unpack(state: State, round: int) -> CrossFitted:
-    published = Published(select(state, "state"), round, fitted=select(state, "fitted"))
+    shared = select(state, "shared")
+    published = Published(select(state, "state"), round, fitted=shared | select(state, "fitted"))
     fits = {folds: select(state, _without(folds)) for folds in left_out(FOLDS) if folds}
-    return CrossFitted(published, {folds: fitted for folds, fitted in fits.items() if fitted})
+    return CrossFitted(published, {folds: fitted for folds, fitted in fits.items() if fitted}, shared)
 
 
 def _without(folds: Folds) -> str:

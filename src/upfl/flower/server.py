@@ -331,7 +331,7 @@ class FederatedRun(Engine):
 
         Its rounds compare sums, so they must be over the same nodes: where one fails, all is done again without it.
         """
-        nodes = {node for node, client in self.nodes.items() if client < self._scored}
+        nodes = {node for node, client in self.nodes.items() if fit.split == "train" or client < self._scored}
         missing = 0
         while True:
             server, failed = self._try_fit(key, fit, nodes)
@@ -343,7 +343,8 @@ class FederatedRun(Engine):
 
     def _try_fit(self, key: str, fit: Fit, nodes: set[int]) -> tuple[State, dict[int, str]]:
         training = self.federation.training
-        example = self._client(next(i for i in range(self.clients) if len(training.validation(i))), 0)
+        held = training.train if fit.split == "train" else training.validation
+        example = self._client(next(i for i in range(self.clients) if len(held(i))), 0)
         server = fit.init(generator(self.config.seed, "fit", fit.key))
         like, _ = fit.finish(server, fit.begin(server, fit.memory(example), example), example)
         total = FixedPointSum(like, self.clients, fit.scales)
@@ -362,7 +363,7 @@ class FederatedRun(Engine):
                     del versions[node], failed[node]
                     continue
                 try:
-                    total.add(arrays_of(reply))
+                    total.add(fit.checked(arrays_of(reply)))
                     versions[node] = round
                     del failed[node]
                 except BadClientError as error:
@@ -370,7 +371,7 @@ class FederatedRun(Engine):
             if failed:
                 return server, failed
             if not total.count:
-                raise StoppedError(f"{key} cannot be fitted: no node that is left has validation data")
+                raise StoppedError(f"{key} cannot be fitted: no node that is left has {fit.split} data")
             server = fit.aggregate(server, total, round)
             if fit.done(server):
                 break

@@ -83,7 +83,7 @@ class Rates(Fit):
     """A rate for each parameter tensor."""
 
     key = "rates"
-    by_folds = False
+    split = "train"
     personalizer: Atp
 
     def __init__(self, personalizer: Atp, given: CrossFitted, depth: int | None = None) -> None:

@@ -95,7 +95,6 @@ class Personalizer(ABC, Generic[H]):
     name: ClassVar[str]
     title: ClassVar[str]
     Hyper: ClassVar[type[Any]]
-    samplewise: ClassVar[bool] = False  # whether its model does not move with the client's samples
 
     def __init__(self, training: Training[Any], hyper: H) -> None:
         self.training = training

@@ -29,7 +29,7 @@ from torch import Tensor
 from upfl.errors import RunError
 from upfl.personalize.base import Personalized, Personalizer, Predictor, Unlabelled, entropy
 from upfl.personalize.estimate import Reliability, estimates
-from upfl.personalize.fitting import Fit, Need
+from upfl.personalize.fitting import Fit, Need, varies
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 from upfl.training.base import Client, Hyper, Published, Total, Training
@@ -65,10 +65,10 @@ class Calibration(Fit):
 
     def memory(self, client: Client) -> State:
         y = self.labels(client)
-        varies = any(need.kind.by_folds for need in self.personalizer.needs())
-        scores = torch.zeros(len(self.left_out) if varies else 1, len(y), self.classes, dtype=torch.float64)
-        for fit, _, personalized in self.plays(client, self.personalizer.personalize, varies):
-            if varies or fit == 0:
+        different = varies(self.personalizer)
+        scores = torch.zeros(len(self.left_out) if different else 1, len(y), self.classes, dtype=torch.float64)
+        for fit, _, personalized in self.plays(client, self.personalizer.personalize, different):
+            if different or fit == 0:
                 scores[fit] = personalized.logits.cpu().double().log_softmax(1)
         return {"scores": scores, "y": y}
 

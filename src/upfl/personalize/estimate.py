@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from upfl.personalize.base import Estimate
-from upfl.personalize.fitting import Fit
+from upfl.personalize.fitting import Fit, varies
 from upfl.state import State
 from upfl.training.base import Client, Total
 
@@ -37,7 +37,7 @@ class Reliability(Fit):
         y = self.labels(client)
         error, variance = torch.zeros(2, len(self.left_out), 2, dtype=torch.float64)
         base = self.personalizer.base
-        for fit, published, personalized in self.plays(client, base.personalize, bool(base.needs())):
+        for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
             corrected = self.personalizer.corrected(personalized, published)
             posterior = corrected.logits.double().softmax(1).cpu()
             for i, logits in enumerate((corrected.before, corrected.logits)):

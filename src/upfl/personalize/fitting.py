@@ -4,8 +4,10 @@ A personalizer says what it `needs`; whoever evaluates or publishes fits that fi
 `Published.fitted`. Training clients play the newcomer for it: they personalize on their validation inputs as a newcomer
 would, without a memory, and only then look at their labels. No logit and no label leaves a client, only sums.
 
-A client that was fitted on must not be scored by it. So everything is fitted once on all clients, for newcomers, and
-once without each of five folds of them: a training client is scored by what was fitted without its fold.
+What is fitted on train splits (`Fit.split`) is like more training: once, on all clients, for everyone. With validation
+labels it is not so: a client that was fitted on must not be scored by it. What needs them is fitted once on all
+clients, for newcomers, and once without each of five folds of them: a training client is scored by what was fitted
+without its fold.
 
 Fits stand on fits: for the gate, clients play with a calibration that others fitted. A fit without some folds must not
 know these folds' labels through what it stands on either. So for it a client plays with what was fitted without these
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,15 +49,17 @@ class CrossFitted:
 
     published: Published
     fits: Mapping[Folds, State] = field(default_factory=dict)
+    shared: State = field(default_factory=dict)  # what was fitted on train splits: the same for everyone
 
     def without(self, client: int, folds: Folds = NO_FOLDS) -> Published:
         """What a training client is scored by; what it plays with, where other folds are not to count either."""
-        return replace(self.published, fitted=self.fits.get(folds | {client % FOLDS}, {}))
+        return replace(self.published, fitted=self.shared | self.fits.get(folds | {client % FOLDS}, {}))
 
     def plus(self, fits: Mapping[Folds, State]) -> CrossFitted:
         return CrossFitted(
             replace(self.published, fitted=self.published.fitted | fits[NO_FOLDS]),
             dict(self.fits) | {folds: self.fits.get(folds, {}) | new for folds, new in fits.items() if folds},
+            self.shared if len(fits) > 1 else self.shared | fits[NO_FOLDS],
         )
 
 
@@ -87,9 +91,7 @@ class Fit(Stage[Hyper]):
 
     key: ClassVar[str]
     depth: ClassVar[int] = 1  # how many folds are left out at most: one, and one more for each fit that stands on this
-    by_folds: ClassVar[bool] = (
-        True  # whether it differs with the folds left out: not where labels come from train splits
-    )
+    split: ClassVar[Literal["train", "validation"]] = "validation"  # whose labels it is fitted on
     rounds: ClassVar[int] = 1
     remembers = True
 
@@ -122,7 +124,13 @@ class Fit(Stage[Hyper]):
 
     def results(self, server: State) -> dict[Folds, State]:
         name = f"{self.key}.{self.personalizer.name}"
+        if self.split == "train":
+            return {NO_FOLDS: prefixed(name, self.fitted(server, 0))}
         return {folds: prefixed(name, self.fitted(server, fit)) for fit, folds in enumerate(self.left_out)}
+
+    def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What a client sent, unless no client can have come to that: `BadClientError`."""
+        return up
 
     def part_of(self, client: int) -> list[int]:
         """The fits that a client is part of; always of fit 0."""
@@ -152,6 +160,11 @@ class Fit(Stage[Hyper]):
             if varies or fit == 0:
                 found = base(published, newcomer)
             yield fit, published, found
+
+
+def varies(personalizer: Personalizer[Any]) -> bool:
+    """Whether what a personalizer makes of a client depends on the folds that its fits leave out."""
+    return any(need.kind.split == "validation" for need in personalizer.needs())
 
 
 class Needy(Protocol):

@@ -37,7 +37,7 @@ from upfl.personalize import class_mix
 from upfl.personalize.base import Personalized
 from upfl.personalize.calibration import Calibrator, Corrected, Correction, fitted
 from upfl.personalize.class_mix import STRENGTHS, Posterior, variational
-from upfl.personalize.fitting import Fit, Need
+from upfl.personalize.fitting import Fit, Need, varies
 from upfl.state import State
 from upfl.training.base import Client, Hyper, Published, Total
 
@@ -127,7 +127,7 @@ class Gate(Fit):
         gain = torch.zeros(len(self.left_out), self.menus, dtype=torch.float64)
         samples = torch.zeros(len(self.left_out), dtype=torch.int64)
         base = self.personalizer.base
-        for fit, published, personalized in self.plays(client, base.personalize, bool(base.needs())):
+        for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
             calibrator = Calibrator.of(published, base.name)
             log_p = calibrator.log_posterior(personalized.logits)
             posterior, menus = self.personalizer.posterior(log_p, calibrator, published)

@@ -13,7 +13,6 @@ class Nothing(Personalizer[NothingHyper]):
     name = "none"
     title = "none"
     Hyper = NothingHyper
-    samplewise = True
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         predictor = Predictor(self.training, [self.training.start(published, client, memory)])

@@ -17,18 +17,22 @@ layer: clients without any class in common come to the layer that one machine wi
 regression.
 
 Settled: g = 0.01. A class that nobody holds has the mean of all and the weight of one sample in n + C; so have others
-theirs (log (n_c + 1) / (n + C)). Sums come from train splits, so validation scores need no cross-fitting for them. They
-leave a client as its other sums do: the server of a plain federation sees a client's class counts and mean features.
+theirs (log (n_c + 1) / (n + C)). Sums come from the train splits of all clients, however few are evaluated, so that
+validation scores need no cross-fitting for them. A server that sees single clients' sums, not only the total, sees how
+many samples of each class a client holds, their mean features and the features' second moments: more than a
+calibration tells it, and where a class has one sample, that sample's features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.errors import BadClientError
 from upfl.models import Linear
 from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, all_logits, entropy
 from upfl.personalize.calibration import fitted
@@ -45,7 +49,6 @@ class Refit(Personalizer[RefitHyper]):
     name = "refit"
     title = "last layer refitted"
     Hyper = RefitHyper
-    samplewise = True
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
@@ -76,7 +79,7 @@ class Discriminant(Fit):
     """The last layer from sums over all training clients."""
 
     key = "discriminant"
-    by_folds = False
+    split = "train"
     scales: ClassVar = {"sums": 24, "products": 24}
     personalizer: Refit
 
@@ -106,6 +109,14 @@ class Discriminant(Fit):
             up["products"].addmm_(h.T, h)
         return up, {}
 
+    def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        counts, products = up.get("counts"), up.get("products")
+        if counts is None or products is None or products.dim() != 2:
+            return up  # the sum refuses it
+        if (counts < 0).any() or (products.diagonal() < 0).any():
+            raise BadClientError("its sums are not those of samples: a count or a sum of squares is negative")
+        return up
+
     def aggregate(self, server: State, total: Total, round: int) -> State:
         weight, bias = discriminant(total["counts"], total["sums"], total["products"], self.hyper.shrinkage)
         return {"weight": weight, "bias": bias}
@@ -121,6 +132,6 @@ def discriminant(counts: Tensor, sums: Tensor, products: Tensor, shrinkage: floa
     within = (products - means.T @ (counts.unsqueeze(1) * means)) / n
     level = (within.trace() / size).clamp(min=1e-12)  # where all features are constant, nothing tells classes apart
     shrunk = (1 - shrinkage) * within + shrinkage * level * torch.eye(size, dtype=within.dtype)
-    weight = torch.linalg.solve(shrunk, means.T).T.contiguous()
+    weight = torch.linalg.solve(shrunk, means.T).T
     bias = ((counts + 1) / (n + len(counts))).log() - (weight * means).sum(1) / 2
-    return weight, bias
+    return weight - weight.mean(0), bias - bias.mean()  # what all classes have in common says nothing, and may be large

@@ -1,8 +1,7 @@
 """A newcomer whose samples arrive in small batches: its class mix is estimated anew as they come.
 
 What is kept is one row of class scores a sample, never the inputs. After any number of batches the posterior is that of
-label-shift correction on all samples together, in whatever batches and order they came. As one row is kept, "before"
-is the model below the correction: the published one, or the refitted one.
+label-shift correction on all samples together, in whatever batches and order they came.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from upfl.errors import ConfigError
-from upfl.personalize.base import Diary, Personalized, Unlabelled
+from upfl.personalize.base import Diary, Personalized, Predictor, Unlabelled
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.label_shift import LabelShift
+from upfl.personalize.nothing import Nothing
 from upfl.training.base import Published
 
 
@@ -22,15 +22,11 @@ class Stream:
 
     def __init__(self, personalizer: LabelShift, published: Published, client: Unlabelled) -> None:
         """`client` brings its identity, and inputs that tell their form; they are not kept and do not count."""
-        if not personalizer.Base.samplewise:
-            raise ConfigError(
-                f"{personalizer.name}: only label-shift on a model that stays as it is can follow a stream "
-                "(label-shift, refit+label-shift)"
-            )
+        if personalizer.Base is not Nothing:
+            raise ConfigError(f"{personalizer.name}: only label-shift on the published model can follow a stream")
         self.personalizer, self.published = personalizer, published
-        base = personalizer.base.personalize(published, client)
-        self.calibrator = Calibrator.of(published, personalizer.base.name)
-        self.model, self.decision = base.predictor, base.diary.decision
+        self.calibrator = Calibrator.of(published, Nothing.name)
+        self.model = Predictor(personalizer.training, [personalizer.training.start(published, client, None)])
         self.reset()
 
     def reset(self) -> None:
@@ -52,5 +48,5 @@ class Stream:
         """All samples so far, and a predictor for others."""
         if not len(self):
             raise ConfigError("no sample has come yet: there is nothing to personalize on")
-        base = Personalized(self.scores, self.scores, self.model, Diary(decision=self.decision))
+        base = Personalized(self.scores, self.scores, self.model, Diary(decision="the published model, unchanged"))
         return self.personalizer.corrected(base, self.published)
