@@ -124,7 +124,7 @@ def test_the_app_gives_the_engines_bits_round_by_round(method: str, tmp_path: Pa
 
 
 def test_what_personalizers_need_is_fitted_over_nodes_to_the_engines_bits(tmp_path: Path) -> None:
-    config = small("fedavg", "partition.clients=8", rounds=1, score=["label-shift", "atp"])  # atp trains in its fit
+    config = small("fedavg", "partition.clients=8", rounds=1, score=["refit+label-shift", "atp"])
     api.train(config, tmp_path / "engine", workers=1)
     federated(config, tmp_path / "flower", InProcessGrid(dict(list(nodes().items())[:4])))
     assert lines(tmp_path / "flower")[-1]["fits"]
