@@ -96,8 +96,8 @@ class Discriminant(Fit):
         up = {
             "counts": torch.zeros(classes, dtype=torch.int64),
             "sums": torch.zeros(classes, size, dtype=torch.float64),
-            "products": torch.zeros(size, size, dtype=torch.float64),
         }
+        products = torch.zeros(size, size, dtype=torch.float64)
         batches = list(client.batches("train", 256))
         x = torch.cat([batch.x for batch in batches])
         newcomer = Unlabelled(client.id, x, client.seed, client.architecture)
@@ -106,23 +106,31 @@ class Discriminant(Fit):
             h, y = self.training.features(theta, batch.x).cpu().double(), batch.y.cpu()
             up["counts"] += torch.bincount(y, minlength=classes)
             up["sums"].index_add_(0, y, h)
-            up["products"].addmm_(h.T, h)
-        return up, {}
+            products.addmm_(h.T, h)
+        return up | {"products": products[*_triangle(size)]}, {}
 
     def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        counts, products = up.get("counts"), up.get("products")
-        if counts is None or products is None or products.dim() != 2:
-            return up  # the sum refuses it
-        if (counts < 0).any() or (products.diagonal() < 0).any():
+        rows, columns = _triangle(next(iter(self.training.model[-1:].shapes.values()))[1])
+        none = torch.zeros_like(rows)  # what is of another form is refused by the sum
+        counts, products = up.get("counts", none), up.get("products", none)
+        if (counts < 0).any() or (products.shape == rows.shape and (products[rows == columns] < 0).any()):
             raise BadClientError("its sums are not those of samples: a count or a sum of squares is negative")
         return up
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
-        weight, bias = discriminant(total["counts"], total["sums"], total["products"], self.hyper.shrinkage)
+        rows, columns = _triangle(size := server["weight"].shape[1])
+        products = torch.empty(size, size, dtype=torch.float64)
+        products[rows, columns] = products[columns, rows] = total["products"]
+        weight, bias = discriminant(total["counts"], total["sums"], products, self.hyper.shrinkage)
         return {"weight": weight, "bias": bias}
 
     def fitted(self, server: State, fit: int) -> State:
         return server
+
+
+def _triangle(size: int) -> Tensor:
+    """Rows and columns of a symmetric matrix's upper half, which is all of it."""
+    return torch.triu_indices(size, size)
 
 
 def discriminant(counts: Tensor, sums: Tensor, products: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
