@@ -34,6 +34,10 @@ class Clients(Hands):
     def validation(self, client: int) -> Indices:
         return self.all(client)[self.train_counts[client] :]
 
+    def counts(self, split: Literal["train", "validation"]) -> Indices:
+        """How many samples each client has in a split."""
+        return self.train_counts if split == "train" else self.sizes() - self.train_counts
+
 
 @dataclass(frozen=True)
 class Federation:

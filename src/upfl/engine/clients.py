@@ -34,10 +34,6 @@ class LocalClient:
     def count(self) -> int:
         return len(self._indices("train"))
 
-    @property
-    def validation_count(self) -> int:
-        return len(self._indices("validation"))
-
     def generator(self, purpose: str) -> torch.Generator:
         return generator(self.seed, "client", self.round, self.id, purpose)
 

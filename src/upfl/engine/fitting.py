@@ -74,9 +74,7 @@ def plan(personalizers: Sequence[Needy], federation: Federation, limit: int | No
 
 def clients_of(kind: type[Fit], federation: Federation, limit: int | None = None) -> list[int]:
     """The clients that a fit is made on: all that trained, or of the first `limit` those that validate."""
-    clients = federation.training
-    held = clients.train_counts if kind.split == "train" else (clients.sizes() - clients.train_counts)[:limit]
-    return [int(i) for i in np.flatnonzero(held)]
+    return [int(i) for i in np.flatnonzero(federation.training.counts(kind.split)[: kind.most(limit)])]
 
 
 def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:
@@ -91,8 +89,8 @@ def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> t
 def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
     """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
     server = fit.init(generator(seed, "fit", fit.key))
-    sizes = [client.count if fit.split == "train" else client.validation_count for client in clients]
-    ours = group.share(clients, sizes)
+    counts = clients[0].federation.training.counts(fit.split)
+    ours = group.share(clients, [int(counts[client.id]) for client in clients])
     memories = {client.id: fit.memory(client) for client in ours}
     example = ours[0] if ours else clients[0]
     memory = memories.get(example.id) or fit.memory(example)

@@ -87,12 +87,11 @@ def train(message: Message, context: Context) -> RecordDict:
 @app.train("fit")
 @answering
 def fit(message: Message, context: Context) -> RecordDict:
-    """One round of a fit that personalizers need: this node's client plays the newcomer on its validation data."""
+    """One round of a fit that personalizers need: on this node's validation data, or its training data."""
     node = TrainingNode(message, context)
     arrays, key = from_record(message.content.array_records[ARRAYS]), str(node.facts["key"])
     stage = needs_of(list(node.personalizers.values()))[key].stage(unpack(arrays, int(node.facts["round"])))
-    clients = node.federation.training
-    if not len(clients.train(node.id) if stage.split == "train" else clients.validation(node.id)):
+    if not node.federation.training.counts(stage.split)[node.id]:
         return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
     round, store = int(node.facts["fit_round"]), ContextMemory(context.state, f"fit-{key}")
     with node.precision():

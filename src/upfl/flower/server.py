@@ -331,7 +331,7 @@ class FederatedRun(Engine):
 
         Its rounds compare sums, so they must be over the same nodes: where one fails, all is done again without it.
         """
-        nodes = {node for node, client in self.nodes.items() if fit.split == "train" or client < self._scored}
+        nodes = {node for node, client in self.nodes.items() if client < (fit.most(self._scored) or self.clients)}
         missing = 0
         while True:
             server, failed = self._try_fit(key, fit, nodes)
@@ -342,9 +342,8 @@ class FederatedRun(Engine):
                 log(WARNING, "%s is fitted without client %d: %s", key, self.nodes[node], why)
 
     def _try_fit(self, key: str, fit: Fit, nodes: set[int]) -> tuple[State, dict[int, str]]:
-        training = self.federation.training
-        held = training.train if fit.split == "train" else training.validation
-        example = self._client(next(i for i in range(self.clients) if len(held(i))), 0)
+        counts = self.federation.training.counts(fit.split)
+        example = self._client(next(i for i in range(self.clients) if counts[i]), 0)
         server = fit.init(generator(self.config.seed, "fit", fit.key))
         like, _ = fit.finish(server, fit.begin(server, fit.memory(example), example), example)
         total = FixedPointSum(like, self.clients, fit.scales)

@@ -88,7 +88,7 @@ class Rates(Fit):
 
     def __init__(self, personalizer: Atp, given: CrossFitted, depth: int | None = None) -> None:
         super().__init__(personalizer, given, depth)
-        self.training, self.hyper = personalizer.training, personalizer.hyper
+        self.hyper = personalizer.hyper
         self.rounds = self.hyper.rounds  # type: ignore[misc]
 
     def init(self, generator: torch.Generator) -> State:

@@ -96,9 +96,14 @@ class Fit(Stage[Hyper]):
     remembers = True
 
     def __init__(self, personalizer: Personalizer[Any], given: CrossFitted, depth: int | None = None) -> None:
-        self.personalizer, self.given = personalizer, given
-        self.classes = personalizer.training.task.classes
+        self.personalizer, self.training, self.given = personalizer, personalizer.training, given
+        self.classes = self.training.task.classes
         self.left_out = left_out(depth or self.depth)
+
+    @classmethod
+    def most(cls, limit: int | None) -> int | None:
+        """How many clients are asked where only so many are evaluated: what is fitted on train splits asks all."""
+        return limit if cls.split == "validation" else None
 
     def done(self, server: State) -> bool:
         """Whether no further round is needed."""

@@ -36,7 +36,7 @@ from upfl.errors import BadClientError
 from upfl.models import Linear
 from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, all_logits, entropy
 from upfl.personalize.calibration import fitted
-from upfl.personalize.fitting import CrossFitted, Fit, Need
+from upfl.personalize.fitting import Fit, Need
 from upfl.state import State
 from upfl.training.base import Client, Hyper, Published, Total, Training
 
@@ -83,10 +83,6 @@ class Discriminant(Fit):
     scales: ClassVar = {"sums": 24, "products": 24}
     personalizer: Refit
 
-    def __init__(self, personalizer: Refit, given: CrossFitted, depth: int | None = None) -> None:
-        super().__init__(personalizer, given, depth)
-        self.training, self.hyper = personalizer.training, personalizer.hyper
-
     def init(self, generator: torch.Generator) -> State:
         shapes = self.training.model[-1:].shapes
         return {name.rpartition(".")[2]: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
@@ -121,7 +117,7 @@ class Discriminant(Fit):
         rows, columns = _triangle(size := server["weight"].shape[1])
         products = torch.empty(size, size, dtype=torch.float64)
         products[rows, columns] = products[columns, rows] = total["products"]
-        weight, bias = discriminant(total["counts"], total["sums"], products, self.hyper.shrinkage)
+        weight, bias = discriminant(total["counts"], total["sums"], products, self.personalizer.hyper.shrinkage)
         return {"weight": weight, "bias": bias}
 
     def fitted(self, server: State, fit: int) -> State:
