@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from upfl.engine.recorded import steps_of
 from upfl.engine.rounds import one_thread
 from upfl.models import Conv, Linear, Model, convnet, mlp
+from upfl.state import select
 from upfl.training.base import Batch, LocalTraining, Task
 from upfl.training.fedavg import FedAvg
 from upfl.training.fedtta import FedTTA, FedTTAProx
@@ -58,6 +60,8 @@ def jobs() -> dict[str, tuple[Callable[[], object], float]]:
         if name == "MLP":
             result["  its matrix products alone"] = _products(model), 6 * first + 12 * others
         result[f"SGD {name}"] = _gradient(model, batch), 2 * first + 3 * others
+        result[f"  FedTTA {name} by autograd"] = _by_autograd(task, batch, meta=True), 6 * first + 12 * others
+        result[f"  SGD {name} by autograd"] = _by_autograd(task, batch, meta=False), 2 * first + 3 * others
         result[f"SGD {name}, with update"] = _step(FedAvg(task, FedAvg.Hyper()), batch), 2 * first + 3 * others
     return result
 
@@ -112,6 +116,26 @@ def _gradient(model: Model, batch: Batch) -> Callable[[], object]:
         return dict(gradient)  # factors multiplied: the gradient as others have it
 
     return forward_and_backward
+
+
+def _by_autograd(task: Task, batch: Batch, meta: bool) -> Callable[[], object]:
+    """The gradients alone, as plain PyTorch computes them in the same layout: what the limits were set by."""
+    training = FedTTA(task, FedTTA.Hyper())
+    state = training.begin(training.init(torch.Generator().manual_seed(0)), {}, None)  # type: ignore[arg-type]
+    psi, phi = ({k: v.requires_grad_() for k, v in select(state, part).items()} for part in ("psi", "phi"))
+    model, guide, inner_lr = training.model, training.g, training.hyper.inner_lr
+
+    @torch.enable_grad()
+    def gradients() -> object:
+        if not meta:
+            return torch.autograd.grad(F.cross_entropy(model.apply(psi, batch.x), batch.y), list(psi.values()))
+        l_per = (guide.apply(phi, model.apply(psi, batch.x)).square().sum() + 1e-12).sqrt()
+        inner = torch.autograd.grad(l_per, list(psi.values()), create_graph=True)
+        moved = {name: value - inner_lr * step for (name, value), step in zip(psi.items(), inner, strict=True)}
+        loss = F.cross_entropy(model.apply(moved, batch.x), batch.y)
+        return torch.autograd.grad(loss, [*psi.values(), *phi.values()])
+
+    return gradients
 
 
 def measure(

@@ -236,14 +236,15 @@ def test_backward_tangent_is_the_double_backward(case: Case, moving: str, inputs
         torch.testing.assert_close(trace.input_gradient, expected_x, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("samples", [3, 12])
-def test_a_moved_trace_is_a_trace_at_the_moved_parameters(case: Case, samples: int) -> None:
+def test_a_moved_trace_is_a_trace_at_the_moved_parameters(case: Case, samples: int, factored: bool) -> None:
     """Three samples are few beside the first linear layer, whose gradient then stays factored; twelve are not."""
     params, x = case.params(0), case.x(samples, 1)
     u, w = torch.randn(2, samples, 5, generator=generator(2), dtype=torch.float64)
     trace = case.model.trace(params, x)
-    v = trace.backward(u)
-    assert bool(v.outer) == (samples == 3)
+    v = trace.backward(u, factored=factored)
+    assert bool(v.outer) == (factored or samples == 3)
     moved = trace.moved(v, scale=-0.3, shrink=0.9)
     at = {name: 0.9 * value - 0.3 * v[name] for name, value in params.items()}
     pull: Callable[[Tensor], tuple[Params]]
@@ -251,7 +252,7 @@ def test_a_moved_trace_is_a_trace_at_the_moved_parameters(case: Case, samples: i
     torch.testing.assert_close(moved.output, expected, rtol=1e-11, atol=1e-13)
     along = moved.backward(w)
     assert distance(dict(along), pull(w)[0]) < 1e-12
-    dense = dict(along)
+    dense = {name: value.clone() for name, value in along.items()}  # of its own: what is added is used up
     assert distance({"": trace.tangent(along, scale=0.7)}, {"": 0.7 * trace.tangent(dense)}) < 1e-12
     trace.tangent(along, scale=0.7)
     ours = trace.backward_tangent(w, inputs=True, plus=(along, 0.4))

@@ -143,9 +143,12 @@ class Trace:
         # Below the first layer with parameters nothing depends on them: gradients stop there, but for the input's.
         self.first = next(i for i, layer in enumerate(model.layers) if layer.shapes())
 
-    def backward(self, u: Tensor, inputs: bool = False, plus: Plus | None = None) -> Gradient:
-        """J^T u for the parameters, plus what is given; with `inputs`, J^T u for the input as `input_gradient`."""
-        gradient = Gradient(plus)
+    def backward(self, u: Tensor, inputs: bool = False, plus: Plus | None = None, factored: bool = False) -> Gradient:
+        """J^T u for the parameters, plus what is given; with `inputs`, J^T u for the input as `input_gradient`.
+
+        `factored` leaves every linear layer's gradient in factors, for one use: `moved`.
+        """
+        gradient = Gradient(plus, factored)
         self._walk_back(u, inputs, gradient, tangent=False)
         return gradient
 
@@ -211,31 +214,32 @@ class Outer(NamedTuple):
     near: Tensor | None = None  # b b^T + 1, where it is known
 
     def norm(self) -> Tensor:
-        """The l2 norm of both together, the root of <a a^T, b b^T + 1>."""
+        """The l2 norm of both together, the root of <(b b^T + 1) a, a>."""
         near = _near(self.b, self.b) if self.near is None else self.near
-        return torch.mm(self.a, self.a.t()).mul_(near).sum().clamp(min=0).sqrt()
+        return torch.mm(near, self.a).flatten().dot(self.a.flatten()).clamp(min=0).sqrt()
 
     def over(self, divisor: Tensor) -> Outer:
         return Outer(self.a / divisor, self.b, self.near)
 
     def add_to_(self, weight: Tensor, bias: Tensor, factor: float, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
-        for start in range(0, len(weight), 128):  # rows that stay in the cache while they are scaled and added to
-            rows = slice(start, start + 128)
+        step = 128 if weight.numel() >= LARGE else len(weight)  # rows that stay in the cache while they are scaled
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
             add_product_(weight[rows], self.a[:, rows].t(), self.b, beta=shrink, alpha=factor)
         bias.mul_(shrink).add_(self.a.sum(0), alpha=factor)
 
 
-Plus = tuple["Direction", float]  # a direction and a factor on it
+Plus = tuple["Direction", float]  # a direction, which is used up, and a factor on it
 
 
 class Gradient(Mapping[str, Tensor]):
     """A tensor for each parameter, plus a multiple of another direction. Read as a mapping, factors are multiplied."""
 
-    def __init__(self, plus: Plus | None = None) -> None:
+    def __init__(self, plus: Plus | None = None, factored: bool = False) -> None:
         self.dense: State = {}
         self.outer: dict[str, Outer] = {}  # by the layer's name
-        self._plus = plus
+        self._plus, self._factored = plus, factored
 
     def value(self, name: str, gradient: Tensor) -> None:
         """Take a gradient, which may be overwritten."""
@@ -252,7 +256,7 @@ class Gradient(Mapping[str, Tensor]):
                 terms = [Outer(torch.add(own.a, more.a, alpha=factor), own.b, own.near)]
             else:
                 terms = [own, Outer(more.a * factor, more.b)]
-        if keep and len(terms) == 1 and further is None and plus is None:
+        if (keep or self._factored) and len(terms) == 1 and further is None and plus is None:
             self.outer[layer] = terms[0]
             return
         bias = terms[0].a.sum(0) if len(terms) == 1 else terms[0].a.sum(0).add_(terms[1].a.sum(0))
@@ -311,11 +315,11 @@ def _near(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], plus: tuple[Tensor, Tensor, float] | None) -> Tensor:
-    """The sum of a^T b over the pairs, plus a multiple of the matrix that is given."""
+    """The sum of a^T b over the pairs, plus a multiple of the matrix that is given, in its place."""
     if len(pairs) > 2:  # one product over more rows passes over the matrix once
         pairs = [(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))]
     a, b = pairs[0]
-    total = torch.mm(a.t(), b) if plus is None else torch.addmm(plus[0], a.t(), b, beta=plus[2])
+    total = torch.mm(a.t(), b) if plus is None else add_product_(plus[0], a.t(), b, beta=plus[2])
     for a, b in pairs[1:]:
         add_product_(total, a.t(), b)
     return total
@@ -384,31 +388,36 @@ class _LinearPass:
         return torch.mm(gy, self.w) if inputs else None
 
     def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
-        if self.layer in outer:
-            return _ThinlyMovedPass(self, x, outer[self.layer], scale, shrink)
-        return _LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x)
+        if (by := outer.get(self.layer)) is None:
+            return _LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x)
+        if self.thin:
+            return _ThinlyMovedPass(self, x, by, scale, shrink)
+        weight = torch.addmm(self.w, by.a.t(), by.b, beta=shrink, alpha=scale)
+        return _LinearPass(self.layer, weight, torch.mul(self.bias, shrink).add_(by.a.sum(0), alpha=scale), x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
         self.v, self.scale, self.dx = v, scale, dx
         if v is None:
             assert dx is not None
-            return F.linear(dx, self.w)
+            return torch.mm(dx, self.w.t())
         if (outer := factors(v, self.layer)) is not None:
             near = self.near(outer.b)
             if dx is None:
                 return torch.addmm(self.y, near, outer.a, beta=0, alpha=scale)
-            return add_product_(F.linear(dx, self.w), near, outer.a, alpha=scale)
+            return add_product_(torch.mm(dx, self.w.t()), near, outer.a, alpha=scale)
         weight, bias = v[f"{self.layer}.weight"], v[f"{self.layer}.bias"]
         along = torch.addmm(bias, self.x, weight.t(), beta=scale, alpha=scale)
         return along if dx is None else add_product_(along, dx, self.w.t())
 
     def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        dgx = self._input_tangent(dgy) if inputs else None  # before `to` may use up v
         if to is not None:
             further = None if self.dx is None else (self.gy, self.dx)
             near = self._near[1] if self._near and self._near[0] is self.x else None
             to.product(self.layer, self.thin, Outer(dgy, self.x, near), further)
-        if not inputs:
-            return None
+        return dgx
+
+    def _input_tangent(self, dgy: Tensor) -> Tensor:
         dgx = torch.mm(dgy, self.w)
         if self.v is None:
             return dgx
@@ -584,19 +593,19 @@ class Flatten:
 
 class _FlattenPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
-        self.x, self.y = x, x.flatten(1)
+        self.x, self.y = x, x if x.dim() == 2 else x.flatten(1)
 
     def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
         return self if x is self.x else _FlattenPass(x)  # the same tensor, so that the next layer knows it again
 
     def pull(self, gy: Tensor) -> Tensor:
-        gx = gy.view(self.x.shape)
+        gx = gy if self.y is self.x else gy.view(self.x.shape)
         if gx.dim() != 4 or is_vectorized(gx):
             return gx
         return gx.contiguous(memory_format=torch.channels_last)
 
     def push(self, dx: Tensor) -> Tensor:
-        return dx.flatten(1)
+        return dx if self.y is self.x else dx.flatten(1)
 
 
 _KINDS: dict[str, type[Any]] = {

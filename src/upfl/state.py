@@ -1,11 +1,16 @@
 """State: a flat dict of named tensors. One safetensors file, one message, one sum."""
 
+import warnings
 from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+
+SMALL = 2**14  # values that are sooner copied together than passed over one tensor at a time
 
 
 def select(state: State, prefix: str) -> State:
@@ -44,14 +49,70 @@ def combined(first: list[Tensor], a: float, second: list[Tensor], b: float) -> l
     return [torch.mul(one, a).add_(other, alpha=b) for one, other in zip(first, second, strict=True)]
 
 
+def move_(
+    values: list[Tensor],
+    along: list[Tensor],
+    buffers: list[Tensor],
+    weight_decay: float,
+    momentum: float,
+    rate: float,
+    divisor: Tensor,
+) -> None:
+    """values <- values - rate * step in place, step = along / divisor + weight_decay * values; `along` is used up.
+
+    Where there are buffers they step instead: buffers <- momentum * buffers + step.
+    """
+    if all(_fusable(*same) for same in zip(values, along, buffers or along, strict=True)):
+        lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+        _fused().move_(values, along, buffers, weight_decay, momentum, lr, divisor)
+        return
+    for i, (value, step) in enumerate(zip(values, along, strict=True)):
+        step.div_(divisor).add_(value, alpha=weight_decay)
+        value.sub_(buffers[i].mul_(momentum).add_(step) if buffers else step, alpha=rate)
+
+
+def _fusable(value: Tensor, along: Tensor, buffer: Tensor) -> bool:
+    """Whether the fused kernel takes them: values in the same order and without gaps in memory."""
+    whole = value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last))
+    return whole and all(
+        one.dtype == torch.float32
+        and one.device.type == "cpu"
+        and one.stride() == value.stride()
+        and not is_vectorized(one)
+        for one in (value, along, buffer)
+    )
+
+
+@cache
+def _fused() -> Any:
+    """PyTorch's SGD over a list of tensors, one pass over each.
+
+    It is called from TorchScript, because the recorder of steps passes over operations that return nothing.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is old
+        return torch.jit.CompilationUnit(_FUSED)
+
+
+_FUSED = """
+def move_(values: List[Tensor], along: List[Tensor], buffers: List[Tensor], weight_decay: float, momentum: float,
+          rate: Tensor, divisor: Tensor) -> Tensor:
+    torch._fused_sgd_(values, along, buffers, weight_decay=weight_decay, momentum=momentum, lr=rate, dampening=0.0,
+                      nesterov=False, maximize=False, is_first_step=False, grad_scale=divisor, found_inf=None)
+    return divisor
+"""
+
+
 def norm(values: Iterable[Tensor]) -> Tensor:
     """The l2 norm of all values together."""
     values = tuple(values)
-    if is_vectorized(values[0]):
-        norms = tuple(torch.linalg.vector_norm(value) for value in values)
+    if sum(value.numel() for value in values) < SMALL and not is_vectorized(values[0]):
+        parts = torch.cat([value.flatten() for value in values])
+    elif is_vectorized(values[0]):
+        parts = torch.stack([torch.linalg.vector_norm(value) for value in values])
     else:
-        norms = torch._foreach_norm(values)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        parts = torch.stack(torch._foreach_norm(values))
+    total: Tensor = torch.linalg.vector_norm(parts)
     return total
 
 

@@ -64,7 +64,8 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, psi, phi, momentum = self.hyper, select(carry, "psi"), select(carry, "phi"), select(carry, "momentum")
-        inner_lr = hyper.rate(hyper.inner_lr, round)
+        decay = hyper.rate(1.0, round)
+        inner_lr, outer_lr, adapt_lr = hyper.inner_lr * decay, hyper.outer_lr * decay, hyper.adapt_lr * decay
         shrink = 1 - inner_lr * hyper.weight_decay
 
         base = self.model.trace(psi, batch.x)
@@ -72,7 +73,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         s = g.output if batch.mask is None else g.output * batch.mask.unsqueeze(1)
         l_per = (s.square().sum() + 1e-12).sqrt()
         direction = s / l_per
-        inner = base.backward(g.backward_to_input(direction))
+        inner = base.backward(g.backward_to_input(direction), factored=True)
 
         personalized = base.moved(inner, -inner_lr, shrink)  # at psi~
         loss, dz = self.fit(carry, personalized.output, batch)
@@ -90,10 +91,9 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         else:
             grad_psi = v.times(shrink)
 
-        sgd_(psi, grad_psi, hyper.rate(hyper.outer_lr, round), hyper.weight_decay, hyper.clip)
-        adapt_lr = hyper.rate(hyper.adapt_lr, round)
+        sgd_(psi, grad_psi, outer_lr, hyper.weight_decay, hyper.clip)
         sgd_(phi, grad_phi, adapt_lr, hyper.weight_decay, hyper.clip, (hyper.momentum, momentum))
-        return carry, loss + penalty
+        return carry, loss if penalty is None else loss + penalty
 
     @property
     def step_cost(self) -> float:
@@ -104,9 +104,9 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         """The loss of the personalized model's logits, and its gradient there."""
         return cross_entropy(logits, batch)
 
-    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
+    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """A term on the base model's logits that is added to the loss, and its gradient there."""
-        return 0.0, None
+        return None, None
 
     def guided(self, published: Published, client: Unlabelled, memory: State | None) -> tuple[State, State]:
         return self.start(published, client, memory), select(published.state, "phi")
@@ -138,6 +138,6 @@ class FedTTAProx(FedTTA):
         # Z. (1), and without the second order a pass back of its own for the penalty (2).
         return super().step_cost + (1 if self.hyper.second_order else 3) / 3
 
-    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | float, Tensor | None]:
+    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         received = self.model.apply(select(carry, "received"), batch.x)
         return divergence(logits, received, batch.weight() * self.hyper.mu, own_first=self.hyper.kl == "forward")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upfl.models import Direction, split
-from upfl.state import State, norm
+from upfl.state import State, move_, norm
 from upfl.training.base import Batch
 
 
@@ -58,13 +58,12 @@ def sgd_(
     The gradients are used up. With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
     """
     dense, outer = split(gradients) if momentum is None else (dict(gradients), {})
-    factor, buffers = momentum or (0.0, {})
-    lengths = [*([norm(dense.values())] if dense else []), *(one.norm() for one in outer.values())]
-    length = lengths[0] if len(lengths) == 1 else norm(lengths)
+    length = norm([*dense.values(), *(one.norm() for one in outer.values())])
     divisor = ((length + 1e-6) / clip).clamp(min=1.0)
-    for name, value in dense.items():
-        step = value.div_(divisor).add_(params[name], alpha=weight_decay)
-        params[name].sub_(buffers[name].mul_(factor).add_(step) if factor else step, alpha=rate)
+    if dense:
+        factor, buffers = momentum or (0.0, {})
+        own, moving = [params[name] for name in dense], [buffers[name] for name in dense] if factor else []
+        move_(own, list(dense.values()), moving, weight_decay, factor, rate, divisor)
     for layer, one in outer.items():
         one.over(divisor).add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate, 1 - rate * weight_decay)
 

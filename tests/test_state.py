@@ -1,0 +1,74 @@
+"""Norms and updates of named tensors against the same written out."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from upfl import state
+from upfl.randomness import generator
+from upfl.state import SMALL, move_, norm
+
+SHAPES = {"matrix": (7, 5), "vector": (33,), "scalar": (), "kernel": (4, 3, 5, 5)}
+
+
+def values(seed: int, layout: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Tensors of several shapes: kernels channels last, and all of them with gaps, if asked for."""
+    drawn = [torch.randn(shape, generator=generator(seed, name)).to(dtype) for name, shape in SHAPES.items()]
+    if layout == "channels last":
+        return [one.contiguous(memory_format=torch.channels_last) if one.dim() == 4 else one for one in drawn]
+    return [torch.stack([one, one], -1)[..., 0] for one in drawn] if layout == "gaps" else drawn
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("layout", "along_layout", "fused"),
+    [
+        ("plain", "plain", True),
+        ("channels last", "channels last", True),
+        ("plain", "channels last", False),
+        ("gaps", "plain", False),
+        ("gaps", "gaps", False),
+    ],
+)
+def test_an_update_is_what_it_says_whatever_the_layout(
+    layout: str, along_layout: str, fused: bool, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusable, said = state._fusable, list[bool]()
+
+    def watched(*same: Tensor) -> bool:
+        said.append(fusable(*same))
+        return said[-1]
+
+    monkeypatch.setattr(state, "_fusable", watched)
+    own, along = values(0, layout), values(1, along_layout)
+    buffers = values(2, layout) if momentum else []
+    expected, left = [one.clone() for one in own], [one.clone() for one in buffers]
+    divisor, rate, decay = torch.tensor(1.7), 0.3, 0.01
+    for i, value in enumerate(expected):
+        step = along[i] / divisor + decay * value
+        if momentum:
+            left[i] = step = momentum * left[i] + step
+        expected[i] = value - rate * step
+    move_(own, along, buffers, decay, momentum, rate, divisor)
+    assert all(said) == fused
+    for ours, theirs in zip([*own, *buffers], [*expected, *left], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+def test_an_update_in_double_precision_is_one() -> None:
+    """The fused kernel divides by a number in single precision."""
+    (own,), (along,) = values(0, "plain", torch.float64)[:1], values(1, "plain", torch.float64)[:1]
+    expected = own - 0.1 * (along / 1.7 + 0.01 * own)
+    move_([own], [along], [], 0.01, 0.0, 0.1, torch.tensor(1.7, dtype=torch.float64))
+    torch.testing.assert_close(own, expected, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("size", [1, SMALL - 1, SMALL, 3 * SMALL])
+def test_a_norm_is_that_of_all_values_together(size: int) -> None:
+    parts = [
+        torch.randn(size, generator=generator(0)),
+        torch.randn(3, 2, generator=generator(1)).t(),
+        torch.tensor(2.0),
+    ]
+    expected = sum(float(part.double().square().sum()) for part in parts) ** 0.5
+    assert float(norm(parts)) == pytest.approx(expected, rel=1e-6)
