@@ -54,13 +54,13 @@ def jobs() -> dict[str, tuple[Callable[[], object], float]]:
         first, others = forward_operations(model, shape)
         task = Task(model, 10, 50)
         result[f"FedTTA {name}"] = _step(FedTTA(task, FedTTA.Hyper()), batch), 6 * first + 12 * others
+        result[f"  FedTTA {name} by autograd"] = _by_autograd(task, batch, meta=True), 6 * first + 12 * others
         first_order = FedTTA(task, FedTTA.Hyper(second_order=False))
         result[f"FedTTA {name}, first order"] = _step(first_order, batch), 5 * first + 8 * others
         result[f"FedTTA-Prox {name}"] = _step(FedTTAProx(task, FedTTAProx.Hyper()), batch), 7 * first + 13 * others
         if name == "MLP":
             result["  its matrix products alone"] = _products(model), 6 * first + 12 * others
         result[f"SGD {name}"] = _gradient(model, batch), 2 * first + 3 * others
-        result[f"  FedTTA {name} by autograd"] = _by_autograd(task, batch, meta=True), 6 * first + 12 * others
         result[f"  SGD {name} by autograd"] = _by_autograd(task, batch, meta=False), 2 * first + 3 * others
         result[f"SGD {name}, with update"] = _step(FedAvg(task, FedAvg.Hyper()), batch), 2 * first + 3 * others
     return result
@@ -119,7 +119,7 @@ def _gradient(model: Model, batch: Batch) -> Callable[[], object]:
 
 
 def _by_autograd(task: Task, batch: Batch, meta: bool) -> Callable[[], object]:
-    """The gradients alone, as plain PyTorch computes them in the same layout: what the limits were set by."""
+    """The gradients alone, by PyTorch's autograd through the same model in the same layout, without weight decay."""
     training = FedTTA(task, FedTTA.Hyper())
     state = training.begin(training.init(torch.Generator().manual_seed(0)), {}, None)  # type: ignore[arg-type]
     psi, phi = ({k: v.requires_grad_() for k, v in select(state, part).items()} for part in ("psi", "phi"))

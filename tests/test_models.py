@@ -10,7 +10,7 @@ from torch.func import functional_call, jvp, vjp
 
 from tests.reference import CASES, Case, Params, descend, difference, distance, gradient, norm
 from upfl.config import configure
-from upfl.models import Model, adaptation_model, convnet, mlp, split
+from upfl.models import Linear, Model, adaptation_model, convnet, mlp, split
 from upfl.randomness import generator
 from upfl.training.local import sgd_
 
@@ -244,7 +244,8 @@ def test_a_moved_trace_is_a_trace_at_the_moved_parameters(case: Case, samples: i
     u, w = torch.randn(2, samples, 5, generator=generator(2), dtype=torch.float64)
     trace = case.model.trace(params, x)
     v = trace.backward(u, factored=factored)
-    assert bool(v.outer) == (factored or samples == 3)
+    linear = {layer.name for layer in case.model.layers if isinstance(layer, Linear)}
+    assert v.outer.keys() == linear if factored else bool(v.outer) == (samples == 3)
     moved = trace.moved(v, scale=-0.3, shrink=0.9)
     at = {name: 0.9 * value - 0.3 * v[name] for name, value in params.items()}
     pull: Callable[[Tensor], tuple[Params]]
@@ -258,8 +259,8 @@ def test_a_moved_trace_is_a_trace_at_the_moved_parameters(case: Case, samples: i
     ours = trace.backward_tangent(w, inputs=True, plus=(along, 0.4))
     from_input = trace.input_gradient
     trace.tangent(dense, scale=0.7)
-    theirs = trace.backward_tangent(w, inputs=True, plus=(dense, 0.4))
-    assert distance(dict(ours), dict(theirs)) < 1e-12
+    theirs = trace.backward_tangent(w, inputs=True)
+    assert distance(dict(ours), {name: value + 0.4 * dense[name] for name, value in theirs.items()}) < 1e-12
     torch.testing.assert_close(from_input, trace.input_gradient, rtol=1e-11, atol=1e-13)
 
 

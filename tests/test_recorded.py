@@ -17,7 +17,7 @@ from upfl.methods import TRAININGS
 from upfl.models import convnet, mlp
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Task, Training
+from upfl.training.base import Batch, Task, Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,6 +77,31 @@ def test_where_steps_are_recorded() -> None:
     assert of("fedavg", convnet((1, 8, 8), 10)) is as_written
     other = next(name for name, training in TRAININGS.items() if not training.vectorizes and not training.heterogeneous)
     assert of(other, mlp(64, (16,), 10)) is as_written
+
+
+def test_a_recorded_step_updates_each_model_in_one_operation() -> None:
+    kind = TRAININGS["fedtta"]
+    training, recorded = kind(Task(mlp(64, (96, 16), 10), 10, 2), kind.Hyper(batch_size=16)), Recorded(worth=0)
+    trained(training, recorded, rounds=(0,))
+    for graph in recorded._graphs.values():
+        assert str(graph._graph.inlined_graph).count("aten::_fused_sgd_") == 2  # psi's and phi's
+
+
+def test_a_carry_in_another_layout_is_recorded_anew() -> None:
+    """What is replayed would take the numbers in the order in which they were recorded."""
+    kind = TRAININGS["fedavg"]
+    training = kind(Task(mlp(64, (24, 16), 10), 10, 2), kind.Hyper(batch_size=16))
+    (phase,), recorded = training.phases(0), Recorded(worth=0)
+    batch = Batch(torch.randn(16, 1, 8, 8, generator=generator(0)), torch.arange(16) % 10)
+    for turned in (False, True):
+        carry = training.begin(training.init(generator(1)), {}, None)  # type: ignore[arg-type]
+        expected, _ = as_written(phase, {name: value.clone() for name, value in carry.items()}, batch, 0)
+        if turned:
+            carry = {name: value.t().contiguous().t() for name, value in carry.items()}
+        ours, _ = recorded(phase, carry, batch, 0)
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value)
+    assert len(recorded._graphs) == 2
 
 
 def test_the_engine_records() -> None:

@@ -68,6 +68,25 @@ def test_clients_trained_together_end_where_each_would_alone(name: str, model: s
     assert distance(together[0][0], together[1][0]) > 1e-4  # they are not all the same client
 
 
+@pytest.mark.parametrize("model", ["mlp", "convnet"])
+def test_clients_train_together_in_single_precision(model: str) -> None:
+    """The precision that is used, in which a step alone takes other kernels."""
+    built = mlp(64, (24, 16), 10) if model == "mlp" else convnet((1, 8, 8), 10, hidden=16, width=0.25)
+    training = TRAININGS["fedtta"](Task(built, 10, 2), TRAININGS["fedtta"].Hyper(iterations=2, batch_size=8))
+    clients = clients_of_different_sizes((17, 9))
+    clients = [replace(client, inputs=Inputs(client.federation.source)) for client in clients]
+    server = training.init(generator(1, "server"))
+
+    def begun() -> list[State]:
+        return [training.begin(server, {}, client) for client in clients]
+
+    with torch.no_grad():
+        alone = [train_alone(training, carry, client, 2) for carry, client in zip(begun(), clients, strict=True)]
+        together = train_together(training, begun(), clients, 2)
+    for start, (carry, _), (ours, _) in zip(begun(), alone, together, strict=True):
+        assert distance(ours, carry, scale=difference(carry, start)) < 1e-3
+
+
 def test_padding_fills_up_to_the_longest_batch_and_does_not_count() -> None:
     short, long = (
         Batch(torch.ones(n, 1, 2, 2), torch.ones(n, dtype=torch.int64), noise={"z": torch.ones(n, 3)}) for n in (2, 5)

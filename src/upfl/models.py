@@ -10,7 +10,7 @@ keeps what the forward pass computed and offers three products that the methods 
     trace.moved(v, ...)          the trace of the same input at parameters moved along v
 
 A FedTTA step needs all of them. Written out for each layer they cost little more than the matrix products; autograd's
-double backward costs 1.4 (ConvNet) to 1.7 (MLP) times that (`results/steps.md`).
+double backward costs 1.3 (ConvNet) to 3 (MLP) times that (`results/steps.md`).
 
 A linear layer's gradient over a batch is a^T b: the gradients a of the layer's outputs times its inputs b, a row for
 each sample. Where the batch is small beside the layer it stays in these two factors (`Outer`): to multiply by it, to
@@ -144,9 +144,9 @@ class Trace:
         self.first = next(i for i, layer in enumerate(model.layers) if layer.shapes())
 
     def backward(self, u: Tensor, inputs: bool = False, plus: Plus | None = None, factored: bool = False) -> Gradient:
-        """J^T u for the parameters, plus what is given; with `inputs`, J^T u for the input as `input_gradient`.
+        """J^T u for the parameters, plus what is given, which is used up; with `inputs`, the input's: `input_gradient`.
 
-        `factored` leaves every linear layer's gradient in factors, for one use: `moved`.
+        `factored` leaves every linear layer's gradient in factors, for `moved` alone; not together with `plus`.
         """
         gradient = Gradient(plus, factored)
         self._walk_back(u, inputs, gradient, tangent=False)
@@ -170,7 +170,10 @@ class Trace:
         return dx
 
     def backward_tangent(self, du: Tensor, inputs: bool = False, plus: Plus | None = None) -> Gradient:
-        """The change of `backward(u)` along the last `tangent` when u changes by du, plus what is given."""
+        """The change of `backward(u)` along the last `tangent` when u changes by du, plus what is given and used up.
+
+        What is given may be the direction of that tangent, which is then used up, too.
+        """
         gradient = Gradient(plus)
         self._walk_back(du, inputs, gradient, tangent=True)
         return gradient
@@ -319,7 +322,12 @@ def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], plus: tuple[Tensor, Tens
     if len(pairs) > 2:  # one product over more rows passes over the matrix once
         pairs = [(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))]
     a, b = pairs[0]
-    total = torch.mm(a.t(), b) if plus is None else add_product_(plus[0], a.t(), b, beta=plus[2])
+    if plus is None:
+        total = torch.mm(a.t(), b)
+    elif is_vectorized(plus[0]):
+        total = torch.addmm(plus[0], a.t(), b, beta=plus[2])
+    else:
+        total = plus[0].addmm_(a.t(), b, beta=plus[2])
     for a, b in pairs[1:]:
         add_product_(total, a.t(), b)
     return total

@@ -1,6 +1,5 @@
 """State: a flat dict of named tensors. One safetensors file, one message, one sum."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -52,64 +51,69 @@ def combined(first: list[Tensor], a: float, second: list[Tensor], b: float) -> l
 def move_(
     values: list[Tensor],
     along: list[Tensor],
-    buffers: list[Tensor],
-    weight_decay: float,
-    momentum: float,
     rate: float,
+    weight_decay: float,
     divisor: Tensor,
+    momentum: tuple[float, list[Tensor]] | None = None,
 ) -> None:
     """values <- values - rate * step in place, step = along / divisor + weight_decay * values; `along` is used up.
 
-    Where there are buffers they step instead: buffers <- momentum * buffers + step.
+    With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
     """
+    factor, buffers = momentum or (0.0, [])
     if all(_fusable(*same) for same in zip(values, along, buffers or along, strict=True)):
-        lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
-        _fused().move_(values, along, buffers, weight_decay, momentum, lr, divisor)
+        if torch._C._is_tracing():
+            _recordable().move_(values, along, buffers, weight_decay, factor, rate, divisor)
+            return
+        torch._fused_sgd_(
+            values,
+            along,
+            buffers,
+            weight_decay=weight_decay,
+            momentum=factor,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=divisor,
+        )
         return
     for i, (value, step) in enumerate(zip(values, along, strict=True)):
         step.div_(divisor).add_(value, alpha=weight_decay)
-        value.sub_(buffers[i].mul_(momentum).add_(step) if buffers else step, alpha=rate)
+        value.sub_(buffers[i].mul_(factor).add_(step) if buffers else step, alpha=rate)
 
 
 def _fusable(value: Tensor, along: Tensor, buffer: Tensor) -> bool:
-    """Whether the fused kernel takes them: values in the same order and without gaps in memory."""
+    """Whether PyTorch's fused kernel takes them: values in the same order and without gaps in memory."""
+    if is_vectorized(value) or is_vectorized(along) or is_vectorized(buffer):
+        return False
     whole = value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last))
     return whole and all(
-        one.dtype == torch.float32
-        and one.device.type == "cpu"
-        and one.stride() == value.stride()
-        and not is_vectorized(one)
+        one.dtype == torch.float32 and one.device.type == "cpu" and one.stride() == value.stride()
         for one in (value, along, buffer)
     )
 
 
 @cache
-def _fused() -> Any:
-    """PyTorch's SGD over a list of tensors, one pass over each.
-
-    It is called from TorchScript, because the recorder of steps passes over operations that return nothing.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is old
-        return torch.jit.CompilationUnit(_FUSED)
-
-
-_FUSED = """
+def _recordable() -> Any:
+    """The fused update in TorchScript: while steps are recorded, operations that return nothing are passed over."""
+    return torch.jit.CompilationUnit("""
 def move_(values: List[Tensor], along: List[Tensor], buffers: List[Tensor], weight_decay: float, momentum: float,
           rate: Tensor, divisor: Tensor) -> Tensor:
     torch._fused_sgd_(values, along, buffers, weight_decay=weight_decay, momentum=momentum, lr=rate, dampening=0.0,
                       nesterov=False, maximize=False, is_first_step=False, grad_scale=divisor, found_inf=None)
     return divisor
-"""
+""")
 
 
 def norm(values: Iterable[Tensor]) -> Tensor:
     """The l2 norm of all values together."""
     values = tuple(values)
-    if sum(value.numel() for value in values) < SMALL and not is_vectorized(values[0]):
-        parts = torch.cat([value.flatten() for value in values])
-    elif is_vectorized(values[0]):
+    if is_vectorized(values[0]):
         parts = torch.stack([torch.linalg.vector_norm(value) for value in values])
+    elif sum(value.numel() for value in values) < SMALL:
+        parts = torch.cat([value.flatten() for value in values])
     else:
         parts = torch.stack(torch._foreach_norm(values))
     total: Tensor = torch.linalg.vector_norm(parts)

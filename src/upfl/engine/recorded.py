@@ -58,7 +58,8 @@ class Recorded:
 
     def __call__(self, phase: Phase, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         own = _tensors(batch)
-        key = phase.step, *(value.shape for value in own.values())
+        # The layout of a batch's tensors is the engine's, that of a carry's the training's own.
+        key = phase.step, *(value.shape for value in own.values()), *(value.stride() for value in carry.values())
         graph = self._graphs.get(key)
         if graph is None:
             self._seen[key] += 1

@@ -82,18 +82,19 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         ds = g.tangent(None, base.tangent(v, scale=-inner_lr))
         ds = ds if batch.mask is None else ds * batch.mask.unsqueeze(1)
         grad_phi = g.backward_tangent((ds - direction * (direction * ds).sum()) / l_per, inputs=True)
-        penalty, dz_penalty = self.penalty(carry, base.output, batch)
+        du = g.input_gradient
+        if (penalty := self.penalty(carry, base.output, batch)) is not None:
+            loss, du = loss + penalty[0], du + penalty[1]
         if hyper.second_order:
-            du = g.input_gradient
-            grad_psi = base.backward_tangent(du if dz_penalty is None else du + dz_penalty, plus=(v, shrink))
-        elif dz_penalty is not None:
-            grad_psi = base.backward(dz_penalty, plus=(v, shrink))
+            grad_psi = base.backward_tangent(du, plus=(v, shrink))
+        elif penalty is not None:
+            grad_psi = base.backward(penalty[1], plus=(v, shrink))
         else:
             grad_psi = v.times(shrink)
 
         sgd_(psi, grad_psi, outer_lr, hyper.weight_decay, hyper.clip)
         sgd_(phi, grad_phi, adapt_lr, hyper.weight_decay, hyper.clip, (hyper.momentum, momentum))
-        return carry, loss if penalty is None else loss + penalty
+        return carry, loss
 
     @property
     def step_cost(self) -> float:
@@ -104,9 +105,9 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         """The loss of the personalized model's logits, and its gradient there."""
         return cross_entropy(logits, batch)
 
-    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """A term on the base model's logits that is added to the loss, and its gradient there."""
-        return None, None
+        return None
 
     def guided(self, published: Published, client: Unlabelled, memory: State | None) -> tuple[State, State]:
         return self.start(published, client, memory), select(published.state, "phi")
@@ -138,6 +139,6 @@ class FedTTAProx(FedTTA):
         # Z. (1), and without the second order a pass back of its own for the penalty (2).
         return super().step_cost + (1 if self.hyper.second_order else 3) / 3
 
-    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         received = self.model.apply(select(carry, "received"), batch.x)
         return divergence(logits, received, batch.weight() * self.hyper.mu, own_first=self.hyper.kl == "forward")

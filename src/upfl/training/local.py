@@ -61,9 +61,10 @@ def sgd_(
     length = norm([*dense.values(), *(one.norm() for one in outer.values())])
     divisor = ((length + 1e-6) / clip).clamp(min=1.0)
     if dense:
-        factor, buffers = momentum or (0.0, {})
-        own, moving = [params[name] for name in dense], [buffers[name] for name in dense] if factor else []
-        move_(own, list(dense.values()), moving, weight_decay, factor, rate, divisor)
+        own, moving = [params[name] for name in dense], None
+        if momentum is not None and momentum[0]:
+            moving = momentum[0], [momentum[1][name] for name in dense]
+        move_(own, list(dense.values()), rate, weight_decay, divisor, moving)
     for layer, one in outer.items():
         one.over(divisor).add_to_(params[f"{layer}.weight"], params[f"{layer}.bias"], -rate, 1 - rate * weight_decay)
 
