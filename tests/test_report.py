@@ -10,15 +10,18 @@ import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from tests.browser import CHROMIUM, MISSING, check, opened
 from tests.plugin_methods import result, small, upfl
 from upfl import api
 from upfl.data.partition import default_partition
+from upfl.methods import ROWS
 from upfl.report import figures, formats
 from upfl.report.collect import collect, names
 from upfl.report.lines import arrange
@@ -58,6 +61,12 @@ def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("page")
     write_report([runs], out)
     return out
+
+
+def test_every_row_has_a_colour_of_its_own_and_others_have_one_too() -> None:
+    lines: Any = [SimpleNamespace(row=row) for row in [*(method.row for method in ROWS), "tent+calibrated", "em"]]
+    colours = [to_hex(figures.colour(lines, line)) for line in lines]
+    assert len(set(colours)) == len(lines)
 
 
 # Statistics

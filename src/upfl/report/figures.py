@@ -28,6 +28,7 @@ GAIN, LOSS = "#1b9e77", "#d1495b"
 _COLOURS = (
     *("#8b97a5", "#b07aa1", "#5b8def", "#c98a3c", "#9c755f", "#76b7b2", "#c3a6d8"),
     *("#b8b052", "#7f8f3f", "#4c9f70", "#f28e2b", "#d1495b", "#7b4fd0", "#1273c4"),
+    *("#00b371", "#e0b000", "#00b5c4", "#ff6f91", "#a0522d", "#6f6fb5", "#b5004a", "#ffb37a"),
 )
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -83,11 +84,11 @@ def inline(svg: str, name: str, caption: str) -> str:
 
 def colour(lines: Sequence[Line], line: Line) -> Any:
     """A row's colour, the same in every figure; a row with several hyper-parameters goes from light to dark."""
-    place = next((i for i, method in enumerate(ROWS) if method.row == line.row), len(ROWS))
     same = [other for other in lines if other.row == line.row]
-    base = _COLOURS[place % len(_COLOURS)]
     if len(same) == 1:
-        return base
+        own = {method.row: of_row for method, of_row in zip(ROWS, _COLOURS, strict=False)}
+        further = list(dict.fromkeys(other.row for other in lines if other.row not in own))
+        return own[line.row] if line.row in own else mpl.colormaps["Dark2"](further.index(line.row) % 8)
     return mpl.colormaps["viridis"](0.1 + 0.8 * same.index(line) / (len(same) - 1))
 
 
