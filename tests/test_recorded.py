@@ -18,6 +18,7 @@ from upfl.models import convnet, mlp
 from upfl.randomness import generator
 from upfl.state import State
 from upfl.training.base import Batch, Task, Training
+from upfl.training.fedavg import FedAvg
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,6 +86,18 @@ def test_a_recorded_step_updates_each_model_in_one_operation() -> None:
     trained(training, recorded, rounds=(0,))
     for graph in recorded._graphs.values():
         assert str(graph._graph.inlined_graph).count("aten::_fused_sgd_") == 2  # psi's and phi's
+
+
+def test_a_rate_that_does_not_depend_on_the_round_is_recorded_too() -> None:
+    class Steady(FedAvg):
+        def step(self, carry: State, batch: Batch, round: int) -> tuple[State, torch.Tensor]:
+            return super().step(carry, batch, 0)
+
+    training = Steady(Task(mlp(64, (24, 16), 10), 10, 2), Steady.Hyper(iterations=4, batch_size=16))
+    recorded = Recorded(worth=0)
+    for (carry, _), (ours, _) in zip(trained(training, as_written), trained(training, recorded), strict=True):
+        assert all(torch.equal(ours[name], value) for name, value in carry.items())
+    assert recorded._graphs
 
 
 def test_a_carry_in_another_layout_is_recorded_anew() -> None:

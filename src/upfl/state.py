@@ -63,7 +63,8 @@ def move_(
     factor, buffers = momentum or (0.0, [])
     if all(_fusable(*same) for same in zip(values, along, buffers or along, strict=True)):
         if torch._C._is_tracing():
-            _recordable().move_(values, along, buffers, weight_decay, factor, rate, divisor)
+            lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+            _recordable().move_(values, along, buffers, weight_decay, factor, lr, divisor)
             return
         torch._fused_sgd_(
             values,
