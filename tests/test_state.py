@@ -1,12 +1,15 @@
-"""Norms and updates of named tensors against the same written out."""
+"""Norms and updates of named tensors against the same written out; where tensors lie in memory."""
+
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from upfl import state
+from upfl.engine.folder import _save_state, read_state
 from upfl.randomness import generator
-from upfl.state import SMALL, move_, norm
+from upfl.state import ALIGNMENT, SMALL, aligned, move_, norm
 
 SHAPES = {"matrix": (7, 5), "vector": (33,), "scalar": (), "kernel": (4, 3, 5, 5)}
 
@@ -73,3 +76,29 @@ def test_a_norm_is_that_of_all_values_together(size: int) -> None:
     ]
     expected = sum(float(part.double().square().sum()) for part in parts) ** 0.5
     assert float(norm(parts)) == pytest.approx(expected, rel=1e-6)
+
+
+def shifted(value: Tensor) -> Tensor:
+    """The same values in the same layout, four bytes beyond a boundary."""
+    room = torch.empty(value.untyped_storage().nbytes() // 4 + 1)
+    moved = torch.as_strided(room, value.shape, value.stride(), 1).copy_(value)
+    assert moved.data_ptr() % ALIGNMENT == 4
+    return moved
+
+
+@pytest.mark.parametrize("layout", ["plain", "channels last"])
+def test_what_lies_between_boundaries_is_copied_in_its_layout_and_all_else_left_alone(layout: str) -> None:
+    for value in values(0, layout):
+        assert aligned(value) is value
+        ours = aligned(shifted(value))
+        assert ours.data_ptr() % ALIGNMENT == 0
+        assert ours.stride() == value.stride()
+        assert torch.equal(ours, value)
+    integers = torch.arange(9)[1:]
+    assert aligned(integers) is integers
+
+
+def test_a_state_from_a_file_is_aligned(tmp_path: Path) -> None:
+    sizes = {f"part{i}": torch.ones(size) for i, size in enumerate((1, 3, 10, 33, 1000))}
+    _save_state(tmp_path / "state.safetensors", sizes, {})
+    assert all(value.data_ptr() % ALIGNMENT == 0 for value in read_state(tmp_path / "state.safetensors")[0].values())

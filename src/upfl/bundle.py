@@ -66,7 +66,7 @@ from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, 
 from upfl.personalize.fitting import NO_FOLDS, CrossFitted, needs_of
 from upfl.randomness import generator
 from upfl.report.card import federation_card, personal_card
-from upfl.state import State, contiguous, prefixed, select
+from upfl.state import State, aligned, contiguous, prefixed, select
 from upfl.suggest import unknown
 from upfl.training.base import Architecture, Published, Task, Training
 
@@ -634,7 +634,7 @@ def _tensors(path: Path, expected: State, optional: Mapping[str, Tensor] = {}) -
                 shape, wanted = file.get_slice(name).get_shape(), list(allowed[name].shape)
                 if shape != wanted:
                     raise BundleError(f"{path}: tensor {name} has the shape {shape} instead of {wanted}")
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {name: aligned(file.get_tensor(name)) for name in names}
     except (SafetensorError, ValueError, OSError) as error:
         raise BundleError(f"{path}: damaged ({error})") from error
     for name, value in tensors.items():

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from upfl.config import Config
 from upfl.errors import RunError
-from upfl.state import State, contiguous, prefixed, select
+from upfl.state import State, aligned, contiguous, prefixed, select
 from upfl.training.base import Published
 
 try:
@@ -318,7 +318,7 @@ def read_state(path: Path) -> tuple[State, dict[str, Any]]:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             names = json.loads(metadata.get("order", "null")) or file.keys()
-            return {name: file.get_tensor(name) for name in names}, json.loads(metadata.get("upfl", "{}"))
+            return {name: aligned(file.get_tensor(name)) for name in names}, json.loads(metadata.get("upfl", "{}"))
     except FileNotFoundError as error:
         raise RunError(f"{path}: missing") from error
     except (SafetensorError, ValueError) as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from upfl.errors import BadClientError
 from upfl.personalize.fitting import FOLDS, CrossFitted, Folds, left_out
-from upfl.state import State, prefixed, select
+from upfl.state import State, aligned, prefixed, select
 from upfl.training.base import Published
 
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
@@ -45,7 +45,7 @@ def _tensor(name: str, array: Array) -> Tensor:
         if fortran or dtype.hasobject:
             raise ValueError("objects, or values out of order")
         values: np.ndarray = np.ndarray(shape, dtype, buffer=array.data, offset=stream.tell())
-        return torch.from_numpy(values.copy())
+        return aligned(torch.from_numpy(values.copy()))
     except (ValueError, TypeError) as error:
         raise BadClientError(f"{name[:80]!r} cannot be read: {str(error)[:LONGEST]}") from error
 
