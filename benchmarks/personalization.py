@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.machine import machine
 from upfl.config import configure
+from upfl.contract import Personalizer, Published, Task, Training, Unlabelled
 from upfl.data.federation import build_federation
 from upfl.data.inputs import Inputs
 from upfl.data.partition import Partition
@@ -31,9 +32,7 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.engine.rounds import one_thread
 from upfl.methods import PERSONALIZERS, TRAININGS, make_personalizer
-from upfl.personalize.base import Personalizer
 from upfl.randomness import generator
-from upfl.training.base import Published, Task, Training, Unlabelled
 
 mpl.use("Agg")
 

@@ -21,14 +21,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from upfl.contract import Batch, Task
 from upfl.engine.recorded import steps_of
 from upfl.engine.rounds import one_thread
 from upfl.models import Conv, Linear, Model, convnet, mlp
 from upfl.state import select
-from upfl.training.base import Batch, LocalTraining, Task
+from upfl.training.base import LocalTraining
 from upfl.training.fedavg import FedAvg
 from upfl.training.fedtta import FedTTA, FedTTAProx
-from upfl.training.local import cross_entropy
+from upfl.training.sgd import cross_entropy
 
 BATCH = 64
 LIMITS = {"FedTTA ConvNet": 1.45, "FedTTA MLP": 1.6, "SGD ConvNet": 1.3}

@@ -33,11 +33,10 @@ from torch import Tensor
 from upfl import api
 from upfl.cli import main
 from upfl.config import Config, configure
+from upfl.contract import Batch, Client, Personalized, Published, Total, Unlabelled
 from upfl.methods import PERSONALIZERS, TRAININGS, register
-from upfl.personalize.base import Personalized, Unlabelled
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
-from upfl.training.base import Batch, Client, Published, Total
 from upfl.training.fedavg import FedAvg
 
 FAULTS = "UPFL_TEST_FAULTS"

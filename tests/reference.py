@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from upfl.contract import Batch, Split
 from upfl.models import Model, convnet, mlp
 from upfl.randomness import generator
-from upfl.training.base import Batch, Split
 
 Params = dict[str, Tensor]
 Forward = Callable[[Params, Tensor], Tensor]

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from upfl.contract import CrossFitted, Personalizer, Published, Task
 from upfl.data.federation import Clients, Federation
 from upfl.data.inputs import Inputs
 from upfl.data.sources import Source
@@ -22,9 +23,6 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.methods import make_personalizer, personalizer_class
 from upfl.models import mlp
-from upfl.personalize.base import Personalizer
-from upfl.personalize.fitting import CrossFitted
-from upfl.training.base import Published, Task
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 Floats = NDArray[np.float64]

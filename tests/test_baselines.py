@@ -49,6 +49,7 @@ from upfl import api, data
 from upfl.cli.methods import methods as show_methods
 from upfl.cli.runs import show_runs
 from upfl.config import Config, configure
+from upfl.contract import Batch, Client, Published, Split, Task, Training, Unlabelled
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
@@ -56,13 +57,11 @@ from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS
 from upfl.models import Linear, Model, convnet, mlp
-from upfl.personalize.base import Unlabelled
 from upfl.personalize.pfl import Ensemble, PFLHyper, Sampled
 from upfl.randomness import generator
 from upfl.state import State, prefixed, select
 from upfl.training import scaffold
 from upfl.training.afl import AFL, AFLHyper, simplex_projection
-from upfl.training.base import Batch, Client, Published, Split, Task, Training
 from upfl.training.fedadg import FedADG, FedADGHyper
 from upfl.training.fedgma import FedGMA, FedGMAHyper
 from upfl.training.fedper import FedPer

@@ -28,6 +28,7 @@ from tests.plugin_methods import Said, upfl
 from upfl import api
 from upfl.bundle import Bundle, PersonalModel, export, load, write
 from upfl.config import configure
+from upfl.contract import Diary, Estimate, Published, Task, Unlabelled
 from upfl.data.files import load_unlabelled
 from upfl.data.inputs import InputFormat
 from upfl.engine.folder import RunFolder
@@ -35,10 +36,8 @@ from upfl.errors import BundleError, ConfigError, DataError
 from upfl.manifest import PersonalManifest, TaskSection, TrainingSection
 from upfl.methods import ROWS, TRAININGS
 from upfl.models import convnet, describe, described, mlp
-from upfl.personalize.base import Diary, Estimate, Unlabelled
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Published, Task
 
 FILES = ["README.md", "SHA256SUMS", "manifest.json", "weights.safetensors"]
 EXTRA = {"fedavg": ["tent", "label-shift", "auto"], "fedtta": ["one-step+label-shift"]}  # beside the table's

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.observers import Watching
 from upfl.config import Config, configure
+from upfl.contract import Batch, Client, CrossFitted, Personalized, Personalizer, Published, Task, Training, Unlabelled
 from upfl.data import Federation, Source
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient, newcomer, validation_client
@@ -35,12 +36,9 @@ from upfl.engine.rounds import Engine, assemble
 from upfl.errors import ConfigError, RunError
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, make_personalizer, resolve
 from upfl.models import mlp
-from upfl.personalize.base import Personalized, Personalizer, Unlabelled
 from upfl.personalize.calibration import Correction
-from upfl.personalize.fitting import CrossFitted
 from upfl.randomness import generator
 from upfl.state import State, byte_size, select
-from upfl.training.base import Batch, Client, Published, Task, Training
 from upfl.training.fedavg import FedAvg
 
 CPU = torch.device("cpu")

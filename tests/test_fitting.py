@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.synthetic import Floats, World, draw, even, pairs, world
 from tests.test_conformance import VirtualGroup, by_virtual_workers
+from upfl.contract import FOLDS, CrossFitted, Unlabelled
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import evaluate
 from upfl.engine.fitting import fit_needs
@@ -28,10 +29,8 @@ from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import ConfigError
 from upfl.personalize import auto, label_shift
-from upfl.personalize.base import Unlabelled
 from upfl.personalize.calibration import newton_sums
 from upfl.personalize.estimate import estimates
-from upfl.personalize.fitting import FOLDS, CrossFitted
 from upfl.state import State, select
 
 EVERYTHING = ("auto", "label-shift", "bbse", "map-em")

@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -33,20 +33,20 @@ from tests.reference import (
 from upfl import api, data
 from upfl.cli.runs import show
 from upfl.config import SIZES, Config, configure
+from upfl.contract import Architecture, Batch, Published, Task, Unlabelled
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import read_state
 from upfl.engine.rounds import assemble
 from upfl.errors import ConfigError
+from upfl.methods import make_training
 from upfl.models import adaptation_model, mlp
-from upfl.personalize.base import Unlabelled
 from upfl.personalize.fedtta import OneStep, OneStepHyper
 from upfl.randomness import generator
 from upfl.state import State, prefixed, select
-from upfl.training.base import Architecture, Batch, Published, Task
 from upfl.training.fedmd import FedMD, distillation
 from upfl.training.hetero_fedtta import HeteroFedTTA, HeteroFedTTAHyper
-from upfl.training.hetero_tent import HeteroTent, HeteroTentHyper
+from upfl.training.hetero_tent import HeteroTent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,15 +54,24 @@ PUBLIC = 12  # samples
 CPU = torch.device("cpu")
 
 
+T = TypeVar("T", bound=FedMD[Any])
+
+
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
+def made(kind: type[T], task: Task, **hyper: Any) -> T:
+    training = make_training(kind.name, task, kind.Hyper(**hyper))
+    assert isinstance(training, kind)
+    return training
+
+
 def hetero(case: Case, **hyper: Any) -> HeteroFedTTA:
     """One architecture: that of the case."""
     task = Task(case.model, CLASSES, 3, public=case.x(PUBLIC, 5, torch.float32))
-    return HeteroFedTTA(task, HeteroFedTTAHyper(**hyper))
+    return made(HeteroFedTTA, task, **hyper)
 
 
 def teacher(seed: int, scale: float = 3.0) -> State:
@@ -223,7 +232,7 @@ def test_a_client_that_is_its_own_teacher_starts_at_zero(case: Case, lambda_: fl
 
 def test_a_tent_digest_step_is_plain_distillation(case: Case) -> None:
     task = Task(case.model, CLASSES, 3, public=case.x(PUBLIC, 5, torch.float32))
-    training = HeteroTent(task, HeteroTentHyper(lr=0.3, weight_decay=0.01, clip=0.5))
+    training = made(HeteroTent, task, lr=0.3, weight_decay=0.01, clip=0.5)
     models, taught = models_of(training, 1), {"personalized": teacher(3)["personalized"]}
     batches = [public_batch(case, [7, 0, 3, 9, 4]), public_batch(case, [1, 2])]
     after, losses = digested(training, models, taught, batches)
@@ -258,7 +267,7 @@ def test_clients_send_their_logits_before_and_after_a_guided_step_on_the_public_
 
 def test_tents_clients_send_their_logits_after_a_step_down_the_entropy(case: Case) -> None:
     task = Task(case.model, CLASSES, 3, public=case.x(PUBLIC, 5, torch.float32))
-    training = HeteroTent(task, HeteroTentHyper(lr=0.9))
+    training = made(HeteroTent, task, lr=0.9)
     memory = {name: 3 * value for name, value in training.memory(Somebody()).items()}
     with torch.no_grad():
         up, _ = training.finish({}, training.begin(training.init(generator(0)), memory, Somebody()), Somebody())
@@ -417,7 +426,7 @@ def test_the_papers_sizes_on_cifar10() -> None:
     sizes = {name: (entry.model.size, entry.adaptation_width) for name, entry in architectures.items()}
     assert sizes == {"small": (1_068_266, 32), "medium": (2_156_490, 64), "big": (4_409_738, 128)}
     task = Task(architectures["medium"].model, 10, 3, architectures, torch.zeros(4, 3, 32, 32))
-    training = HeteroFedTTA(task, HeteroFedTTAHyper())
+    training = made(HeteroFedTTA, task)
     for name, width in (("small", 32), ("medium", 64), ("big", 128)):
         memory = training.memory(Somebody(architecture=name))
         assert sum(v.numel() for v in select(memory, "phi").values()) == adaptation_model(10, width).size
@@ -496,7 +505,7 @@ def test_a_federation_without_a_public_set_is_refused_before_it_starts(tmp_path:
 def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
     architectures = {"small": Architecture(CASES["mlp"].model)}
     task = Task(CASES["mlp"].model, CLASSES, 3, architectures, torch.zeros(4, 2, 8, 8))
-    training = HeteroFedTTA(task, HeteroFedTTAHyper())
+    training = made(HeteroFedTTA, task)
     published = Published(training.publish(training.init(generator(0))), 1)
     with pytest.raises(ConfigError, match="architecture is 'huge', and this federation knows small"):
         training.start(published, Unlabelled(0, torch.zeros(1, 2, 8, 8), architecture="huge"), None)

@@ -18,20 +18,18 @@ from scipy.special import digamma, gammaln
 from torch import Tensor
 
 from tests.synthetic import Floats, World, draw, even, pairs, world
+from upfl.contract import Batch, CrossFitted, Personalized, Published, Task, Unlabelled
 from upfl.errors import ConfigError, RunError
 from upfl.models import mlp
 from upfl.personalize import class_mix
 from upfl.personalize.atp import Atp, AtpHyper, Rates
-from upfl.personalize.base import Personalized, Unlabelled
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.class_mix import black_box, evidence_bound, expectation_maximisation, variational, with_unadapted
-from upfl.personalize.fitting import CrossFitted
 from upfl.personalize.label_shift import LabelShift
 from upfl.personalize.lame import affinity, agree
 from upfl.personalize.stream import Stream
 from upfl.randomness import generator
 from upfl.state import prefixed, select
-from upfl.training.base import Batch, Published, Task
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 pytestmark = pytest.mark.usefixtures("one_thread")

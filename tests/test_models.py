@@ -12,7 +12,7 @@ from tests.reference import CASES, Case, Params, descend, difference, distance, 
 from upfl.config import configure
 from upfl.models import Linear, Model, adaptation_model, convnet, mlp, split
 from upfl.randomness import generator
-from upfl.training.local import sgd_
+from upfl.training.sgd import sgd_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,13 +25,12 @@ from tests.reference import (
     guide_gradient_norm,
     guided_step,
 )
+from upfl.contract import Personalized, Published, Task, Training, Unlabelled
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, make_personalizer
 from upfl.models import mlp
-from upfl.personalize.base import Personalized, Unlabelled
 from upfl.randomness import generator
 from upfl.state import State, select
-from upfl.training.base import Published, Task, Training
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.fedtta import FedTTA, FedTTAHyper, FedTTAProx, FedTTAProxHyper
 
@@ -378,7 +377,7 @@ ALLOWED = {
 }
 ALLOWED_OWN = (
     *("upfl.errors", "upfl.models", "upfl.randomness", "upfl.state", "upfl.suggest"),
-    *("upfl.training", "upfl.personalize"),
+    *("upfl.contract", "upfl.training", "upfl.personalize"),
 )
 FORBIDDEN_TORCH = ("torch.utils", "torch.distributed", "torch.hub", "torch.multiprocessing", "torch.serialization")
 FORBIDDEN_CALLS = {"open", "exec", "eval", "compile", "__import__", "input"}
@@ -406,7 +405,7 @@ def imported(tree: ast.Module, package: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("package", ["personalize", "training"])
+@pytest.mark.parametrize("package", ["contract", "personalize", "training"])
 def test_methods_import_neither_data_nor_engine_nor_files_nor_network(package: str) -> None:
     for path in source_files(package):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -419,7 +418,7 @@ def test_methods_import_neither_data_nor_engine_nor_files_nor_network(package: s
                 assert not module.startswith(FORBIDDEN_TORCH), where
 
 
-@pytest.mark.parametrize("package", ["personalize", "training"])
+@pytest.mark.parametrize("package", ["contract", "personalize", "training"])
 def test_methods_open_nothing(package: str) -> None:
     for path in source_files(package):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

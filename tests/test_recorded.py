@@ -7,6 +7,7 @@ import torch
 
 from tests.test_vectorize import CLAIMING
 from upfl.config import configure
+from upfl.contract import Batch, Task, Training
 from upfl.data import Partition, build_federation, load
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
@@ -17,7 +18,6 @@ from upfl.methods import TRAININGS
 from upfl.models import convnet, mlp
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Batch, Task, Training
 from upfl.training.fedavg import FedAvg
 
 pytestmark = pytest.mark.usefixtures("one_thread")

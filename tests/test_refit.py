@@ -17,16 +17,14 @@ from torch import Tensor
 from upfl.api import accuracy, train
 from upfl.bundle import Bundle, export
 from upfl.config import configure
+from upfl.contract import NO_FOLDS, Batch, CrossFitted, Published, Split, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.errors import BadClientError
 from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
-from upfl.personalize.base import Unlabelled
-from upfl.personalize.fitting import NO_FOLDS, CrossFitted
 from upfl.personalize.refit import Discriminant, Refit, RefitHyper, discriminant
 from upfl.randomness import generator
 from upfl.state import prefixed, select
-from upfl.training.base import Batch, Published, Split, Task
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 pytestmark = pytest.mark.usefixtures("one_thread")

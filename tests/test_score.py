@@ -18,6 +18,7 @@ from tests.plugin_methods import Said, lines, result, upfl
 from upfl import api
 from upfl.cli.scores import summaries
 from upfl.config import Config, configure
+from upfl.contract import Personalized, Published, Unlabelled
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer
 from upfl.engine.fitting import fit_needs
@@ -27,11 +28,9 @@ from upfl.engine.rounds import Engine, assemble
 from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import RunError
 from upfl.methods import PERSONALIZERS, personalizer_class
-from upfl.personalize.base import Personalized, Unlabelled
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.oracle import ORACLES, HalfSupervised
 from upfl.state import State
-from upfl.training.base import Published
 
 SMALL = ("iterations=10", "model.hidden=32", "partition.clients=20")
 

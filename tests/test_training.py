@@ -27,6 +27,7 @@ from tests.reference import (
     leaves,
     norm,
 )
+from upfl.contract import Batch, Phase, Task
 from upfl.data import Clients, Partition, build_federation, load
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
@@ -35,7 +36,7 @@ from upfl.errors import BadClientError
 from upfl.models import convnet, mlp
 from upfl.randomness import generator
 from upfl.state import State, prefixed, select
-from upfl.training.base import Batch, LocalTraining, Phase, Task
+from upfl.training.base import LocalTraining
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.fedtta import FedTTA, FedTTAHyper, FedTTAProx, FedTTAProxHyper
 

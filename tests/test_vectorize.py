@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.reference import difference, distance
 from upfl.config import configure
+from upfl.contract import Batch, Task, Training
 from upfl.data import Partition, build_federation, load
 from upfl.data.federation import Clients
 from upfl.data.inputs import Inputs
@@ -21,7 +22,6 @@ from upfl.methods import TRAININGS
 from upfl.models import convnet, mlp
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Batch, Task, Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.peers.work import Pipe, Work, mapped
 from benchmarks.workers import following, leading
 from upfl.config import Config, configure
+from upfl.contract import Phase
 from upfl.data.federation import Clients, Federation
 from upfl.data.inputs import Inputs
 from upfl.data.sources import Source
@@ -24,7 +25,7 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, Observer
 from upfl.randomness import generator
-from upfl.training.base import LocalTraining, Phase
+from upfl.training.base import LocalTraining
 
 CLASSES = 10
 

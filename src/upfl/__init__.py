@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from upfl.api import Run, accuracy, resume, train
     from upfl.bundle import Bundle, PersonalModel, export
     from upfl.config import Config, configure
+    from upfl.contract import Personalized, Unlabelled
     from upfl.data import Federation, Partition, build_federation
-    from upfl.personalize.base import Personalized, Unlabelled
 
 __all__ = [
     "Bundle",
@@ -40,7 +40,7 @@ _MODULES = {
     "bundle": ("Bundle", "PersonalModel", "export"),
     "config": ("Config", "configure"),
     "data": ("Federation", "Partition", "build_federation"),
-    "personalize.base": ("Personalized", "Unlabelled"),
+    "contract": ("Personalized", "Unlabelled"),
 }
 
 

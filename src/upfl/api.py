@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from upfl.config import Config
+from upfl.contract import Personalized, Personalizer, Published, Training, Unlabelled
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer
@@ -20,8 +21,6 @@ from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
 from upfl.engine.rounds import Engine, Observer, assemble, checked_device
 from upfl.errors import RunError
 from upfl.methods import PERSONALIZERS, make_personalizer, plugins, row_name
-from upfl.personalize.base import Personalized, Personalizer, Unlabelled
-from upfl.training.base import Published, Training
 
 
 def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:

@@ -40,6 +40,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from upfl import models
+from upfl.contract import (
+    NO_FOLDS,
+    Architecture,
+    CrossFitted,
+    Diary,
+    Personalized,
+    Personalizer,
+    Predictor,
+    Published,
+    Task,
+    Training,
+    Unlabelled,
+    needs_of,
+)
 from upfl.data.files import Samples, from_array, load_unlabelled
 from upfl.data.inputs import InputFormat, Inputs
 from upfl.engine.fitting import fit_needs
@@ -61,14 +75,11 @@ from upfl.manifest import (
     TrainingSection,
     member_file,
 )
-from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
-from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled
-from upfl.personalize.fitting import NO_FOLDS, CrossFitted, needs_of
+from upfl.methods import make_personalizer, make_training, personalizer_class, row_name, training_class
 from upfl.randomness import generator
 from upfl.report.card import federation_card, personal_card
 from upfl.state import State, aligned, contiguous, prefixed, select
 from upfl.suggest import unknown
-from upfl.training.base import Architecture, Published, Task, Training
 
 if TYPE_CHECKING:
     from upfl.api import Run
@@ -517,7 +528,7 @@ def _make_training(folder: Path, manifest: Manifest) -> Training[Any]:
             torch.empty(public, *manifest.task.input.shape, device="meta") if kind.heterogeneous else None,
         )
         _check_size(folder, manifest, task, kind.heterogeneous)
-        training: Training[Any] = kind(task, kind.Hyper(**section.hyper))
+        training = make_training(section.name, task, kind.Hyper(**section.hyper))
     except (UpflError, ValidationError, AssertionError) as error:
         hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, ConfigError) else ""
         raise BundleError(f"{path}: training: {_explained(error)}{hint}") from error

@@ -18,12 +18,12 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from upfl import models
+from upfl.contract import Architecture
 from upfl.data import NAMES
 from upfl.data.partition import Partition, default_partition
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, training_class
 from upfl.suggest import unknown
-from upfl.training.base import Architecture
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Fraction = Annotated[float, Field(gt=0, le=1, strict=True)]

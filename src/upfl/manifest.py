@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from upfl.contract import Diary
 from upfl.data.inputs import InputFormat
-from upfl.personalize.base import Diary
 
 SCHEMA = 1
 MANIFEST, WEIGHTS, CARD, SUMS = "manifest.json", "weights.safetensors", "README.md", "SHA256SUMS"

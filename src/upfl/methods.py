@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from upfl.contract import Personalizer, Task, Training
 from upfl.errors import ConfigError
 from upfl.personalize.atp import Atp
 from upfl.personalize.auto import Auto
-from upfl.personalize.base import Personalizer
 from upfl.personalize.calibration import Calibrated, Correction
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.label_shift import Bbse, Em, LabelShift, MapEm
@@ -24,10 +24,10 @@ from upfl.personalize.refit import Refit
 from upfl.personalize.tent import Tent
 from upfl.suggest import unknown
 from upfl.training.afl import AFL
-from upfl.training.base import Training
 from upfl.training.fedadg import FedADG
 from upfl.training.fedavg import FedAvg
 from upfl.training.fedgma import FedGMA
+from upfl.training.fedmd import FedMD
 from upfl.training.fedper import FedPer
 from upfl.training.fedprox import FedProx
 from upfl.training.fedsr import FedSR
@@ -153,6 +153,14 @@ def training_class(name: str) -> type[Training[Any]]:
     if name not in TRAININGS:
         raise unknown("training", name, TRAININGS)
     return TRAININGS[name]
+
+
+def make_training(name: str, task: Task, hyper: Any) -> Training[Any]:
+    """A training, with the personalizer that its clients use while they train, where they do."""
+    training = training_class(name)(task, hyper)
+    if isinstance(training, FedMD):
+        training.adapt = make_personalizer(training.adapts_by, training, personalizer_class(training.adapts_by).Hyper())
+    return training
 
 
 def personalizer_class(name: str) -> type[Personalizer[Any]]:

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from upfl import api, bundle
 from upfl.cli.runs import AsJson
+from upfl.contract import Estimate
 from upfl.data.files import Samples, load_unlabelled
 from upfl.errors import DataError
 from upfl.manifest import TaskSection
-from upfl.personalize.base import Estimate
 
 FEW = 20  # samples below which a warning is in place
 SHOWN = 12  # classes in a table

@@ -8,12 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from upfl.contract import Batch, Noise, Phase, Split, Unlabelled
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
-from upfl.personalize.base import Unlabelled
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Batch, Noise, Phase, Split
 
 
 @dataclass(frozen=True)

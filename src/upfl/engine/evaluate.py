@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upfl.contract import CrossFitted, Personalized, Personalizer
 from upfl.data.federation import ROLES, Federation, Role
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.group import Group
-from upfl.personalize.base import Personalized, Personalizer
-from upfl.personalize.fitting import CrossFitted
 from upfl.state import State
 
 # A score's name, whose it is, and its column in their counts.

@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upfl.contract import CrossFitted, Fit, Needy, Published, needs_of
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import BadClientError, ConfigError, StoppedError
-from upfl.personalize.fitting import CrossFitted, Fit, Needy, needs_of
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Published
 
 
 def fit_needs(

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from upfl.contract import Total
 from upfl.errors import BadClientError
-from upfl.training.base import Total
 
 BITS = 40
 CHUNK = 1 << 16  # values converted at once: the conversion's intermediates stay in the cache

@@ -31,9 +31,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from upfl.config import Config
+from upfl.contract import Published
 from upfl.errors import RunError
 from upfl.state import State, aligned, contiguous, prefixed, select
-from upfl.training.base import Published
 
 try:
     import fcntl

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from upfl.contract import Batch, Training
 from upfl.engine.clients import LocalClient
 from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
 from upfl.state import State
-from upfl.training.base import Batch, Training
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
 

@@ -1,7 +1,7 @@
 """Local steps without Python in them: recorded once, replayed by PyTorch's interpreter.
 
 A step of a small model is some 140 operations of a few microseconds, and about a fifth of its time is Python
-between them (`results/steps.md`). A step has no branch that depends on data (`training/base.py`), so that its
+between them (`results/steps.md`). A step has no branch that depends on data (`contract/stage.py`), so that its
 operations are the same for every batch of a shape. They are recorded when a shape has come up often enough to pay for
 it, and replayed from then on: the same kernels on the same numbers in the same order, hence the same bits.
 
@@ -24,8 +24,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from upfl.contract import Batch, Phase, Step, Training
 from upfl.state import State
-from upfl.training.base import Batch, Phase, Step, Training
 
 _as_recorded: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from upfl import data
 from upfl.config import Config
+from upfl.contract import CrossFitted, Personalizer, Published, Task, Training
 from upfl.data.federation import ROLES, Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
@@ -26,12 +27,9 @@ from upfl.engine.local import LOSS, train_clients, upload_like
 from upfl.engine.recorded import steps_of
 from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
-from upfl.methods import make_personalizer, personalizer_class, row_name, training_class
-from upfl.personalize.base import Personalizer
-from upfl.personalize.fitting import CrossFitted
+from upfl.methods import make_personalizer, make_training, personalizer_class, row_name, training_class
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.base import Published, Task, Training
 
 LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
 
@@ -352,7 +350,7 @@ def assemble(
         architectures=config.model.architectures(shape, classes),
         public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
     )
-    training = kind(task, config.training_hyper())
+    training = make_training(config.training_name, task, config.training_hyper())
     if config.vectorize > 1 and not training.vectorizes:
         raise ConfigError(f"vectorize = {config.vectorize}: {training.name} trains one client at a time; leave it at 1")
     personalizers = {

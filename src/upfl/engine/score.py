@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from upfl.contract import Personalizer, Training, Unlabelled
 from upfl.data.federation import with_newcomers
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.fitting import fit_needs
@@ -24,12 +25,10 @@ from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, one_thread
 from upfl.errors import ConfigError
 from upfl.methods import make_personalizer, personalizer_class
-from upfl.personalize.base import Personalizer, Unlabelled
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.oracle import ORACLES, Oracle
 from upfl.randomness import generator, seed_of
 from upfl.suggest import unknown
-from upfl.training.base import Training
 
 Tell = Callable[[str], None]
 USUAL = ("none", "calibrated", "label-shift", "tent")  # scored beside the run's own where none are named

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from upfl.api import Run
+from upfl.contract import Personalizer, Published
 from upfl.data.federation import Federation, with_newcomers
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer
 from upfl.engine.folder import write_file
 from upfl.engine.rounds import checked_device, one_thread
 from upfl.methods import row_name
-from upfl.personalize.base import Personalizer
-from upfl.training.base import Published
 
 
 def newcomers_file(run: Path, changes: Mapping[str, Any]) -> Path:

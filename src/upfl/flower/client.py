@@ -23,6 +23,7 @@ from flwr.common.logger import log
 
 from upfl.bundle import Bundle, Images, PersonalModel
 from upfl.config import Config
+from upfl.contract import needs_of
 from upfl.engine.clients import LocalClient, validation_client
 from upfl.engine.evaluate import count_correct
 from upfl.engine.fitting import fit_client
@@ -35,7 +36,6 @@ from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node, Terms, named_federation, node_federation
 from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.methods import load_plugins
-from upfl.personalize.fitting import needs_of
 from upfl.state import State, select
 
 Handler = Callable[[Message, Context], RecordDict]

@@ -16,10 +16,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from upfl.contract import FOLDS, CrossFitted, Folds, Published, left_out
 from upfl.errors import BadClientError
-from upfl.personalize.fitting import FOLDS, CrossFitted, Folds, left_out
 from upfl.state import State, aligned, prefixed, select
-from upfl.training.base import Published
 
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
 PROBLEM, NO_DATA = "problem", "no_data"  # facts by which a node says why it has nothing to send

@@ -28,12 +28,12 @@ from flwr.clientapp.typing import ClientAppCallable
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Hyper
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.local import LOSS
 from upfl.errors import BadClientError, ConfigError
 from upfl.flower.messages import ARRAYS, facts_of, from_record, to_record
 from upfl.state import State, norm
-from upfl.training.base import Hyper
 
 CLIP = "clip"  # the fact of a train message by which a node knows the norm
 APART = ("weight", LOSS)  # what goes up beside the update: 1, and with clipping 0

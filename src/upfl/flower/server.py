@@ -27,6 +27,7 @@ from pydantic import Field, model_validator
 from upfl import bundle
 from upfl.bundle import Bundle
 from upfl.config import Config, configure
+from upfl.contract import CrossFitted, Fit, needs_of
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
@@ -62,7 +63,6 @@ from upfl.flower.terms import (
 )
 from upfl.manifest import SUMS
 from upfl.methods import load_plugins, row_name
-from upfl.personalize.fitting import CrossFitted, Fit, needs_of
 from upfl.randomness import generator
 from upfl.state import State, norm, prefixed
 

@@ -23,20 +23,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.personalize.base import (
+from upfl.contract import (
+    Batch,
+    Client,
+    CrossFitted,
     Diary,
+    Fit,
+    Hyper,
+    Need,
     Personalized,
     Personalizer,
+    Phase,
     Predictor,
+    Published,
+    Total,
+    Training,
     Unlabelled,
     all_logits,
-    entropy,
-    summed_gradient,
 )
+from upfl.personalize.adaptation import entropy, summed_gradient
 from upfl.personalize.calibration import fitted
-from upfl.personalize.fitting import CrossFitted, Fit, Need
 from upfl.state import State
-from upfl.training.base import Batch, Client, Hyper, Phase, Published, Total, Training
 
 
 class AtpHyper(Hyper):

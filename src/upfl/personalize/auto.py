@@ -38,15 +38,25 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.personalize.base import Personalized, Personalizer, Unlabelled
+from upfl.contract import (
+    Client,
+    CrossFitted,
+    Fit,
+    Hyper,
+    Need,
+    Personalized,
+    Personalizer,
+    Published,
+    Total,
+    Training,
+    Unlabelled,
+)
 from upfl.personalize.calibration import Calibrated, fitted
 from upfl.personalize.estimate import accuracy_of, interval
 from upfl.personalize.fedtta import EarlyStopped, OneStep
-from upfl.personalize.fitting import CrossFitted, Fit, Need
 from upfl.personalize.label_shift import LabelShift
 from upfl.personalize.nothing import Nothing
 from upfl.state import State
-from upfl.training.base import Client, Hyper, Published, Total, Training
 
 SPREAD = 0.01  # how far estimates are off, a priori
 NONE, LABEL_SHIFT = 1, 2  # their places among the candidates

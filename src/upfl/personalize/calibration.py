@@ -26,13 +26,25 @@ import torch
 from pydantic import Field, create_model
 from torch import Tensor
 
+from upfl.contract import (
+    Client,
+    Fit,
+    Hyper,
+    Need,
+    Personalized,
+    Personalizer,
+    Predictor,
+    Published,
+    Total,
+    Training,
+    Unlabelled,
+    varies,
+)
 from upfl.errors import RunError
-from upfl.personalize.base import Personalized, Personalizer, Predictor, Unlabelled, entropy
+from upfl.personalize.adaptation import entropy
 from upfl.personalize.estimate import Reliability, estimates
-from upfl.personalize.fitting import Fit, Need, varies
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
-from upfl.training.base import Client, Hyper, Published, Total, Training
 
 MANY_CLASSES = 62
 LEAST_SCALE = 1e-3

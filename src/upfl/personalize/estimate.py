@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upfl.personalize.base import Estimate
-from upfl.personalize.fitting import Fit, varies
+from upfl.contract import Client, Estimate, Fit, Total, varies
 from upfl.state import State
-from upfl.training.base import Client, Total
 
 
 class Reliability(Fit):

@@ -19,20 +19,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.personalize.base import (
+from upfl.contract import (
     Diary,
+    Hyper,
     Personalized,
     Personalizer,
     Predictor,
+    Published,
+    Training,
     Unlabelled,
     all_logits,
-    entropy,
-    summed_gradient,
 )
+from upfl.personalize.adaptation import entropy, summed_gradient
 from upfl.state import State
-from upfl.training.base import Hyper, Published, Training
 from upfl.training.fedtta import FedTTAHyper
-from upfl.training.local import sgd_
+from upfl.training.sgd import sgd_
 
 TRAINING_BATCH = 64
 

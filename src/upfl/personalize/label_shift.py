@@ -33,13 +33,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Client, Fit, Hyper, Need, Personalized, Published, Total, varies
 from upfl.personalize import class_mix
-from upfl.personalize.base import Personalized
 from upfl.personalize.calibration import Calibrator, Corrected, Correction, fitted
 from upfl.personalize.class_mix import STRENGTHS, Posterior, variational
-from upfl.personalize.fitting import Fit, Need, varies
 from upfl.state import State
-from upfl.training.base import Client, Hyper, Published, Total
 
 SLIP = 0.01  # the share of labels that the gate takes for chance
 MENUS = (*STRENGTHS, math.inf)  # what s_min is chosen from

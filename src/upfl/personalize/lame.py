@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, all_logits, entropy
+from upfl.contract import Diary, Hyper, Personalized, Personalizer, Predictor, Published, Unlabelled, all_logits
+from upfl.personalize.adaptation import entropy
 from upfl.state import State
-from upfl.training.base import Hyper, Published
 
 
 class LameHyper(Hyper):

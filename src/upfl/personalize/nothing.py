@@ -1,8 +1,8 @@
 """No personalization: the model as it is published. The row of every method that only trains."""
 
-from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, entropy
+from upfl.contract import Diary, Hyper, Personalized, Personalizer, Predictor, Published, Unlabelled
+from upfl.personalize.adaptation import entropy
 from upfl.state import State
-from upfl.training.base import Hyper, Published
 
 
 class NothingHyper(Hyper):

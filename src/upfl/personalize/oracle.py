@@ -20,14 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.personalize.base import Unlabelled, all_logits, chunks, entropy, summed_gradient
+from upfl.contract import Need, Published, Training, Unlabelled, all_logits, chunks
+from upfl.personalize.adaptation import entropy, summed_gradient
 from upfl.personalize.calibration import Calibration, Calibrator
 from upfl.personalize.fedtta import OneStep
-from upfl.personalize.fitting import Need
 from upfl.personalize.nothing import Nothing
 from upfl.state import State
-from upfl.training.base import Published, Training
-from upfl.training.local import sgd_
+from upfl.training.sgd import sgd_
 
 STEPS = 50
 EPOCHS = 20

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, entropy
+from upfl.contract import Diary, Hyper, Personalized, Personalizer, Predictor, Published, Training, Unlabelled
+from upfl.personalize.adaptation import entropy
 from upfl.state import State
-from upfl.training.base import Hyper, Published, Training
 
 
 class PFLHyper(Hyper):

@@ -32,13 +32,26 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import (
+    Client,
+    Diary,
+    Fit,
+    Hyper,
+    Need,
+    Personalized,
+    Personalizer,
+    Predictor,
+    Published,
+    Total,
+    Training,
+    Unlabelled,
+    all_logits,
+)
 from upfl.errors import BadClientError
 from upfl.models import Linear
-from upfl.personalize.base import Diary, Personalized, Personalizer, Predictor, Unlabelled, all_logits, entropy
+from upfl.personalize.adaptation import entropy
 from upfl.personalize.calibration import fitted
-from upfl.personalize.fitting import Fit, Need
 from upfl.state import State
-from upfl.training.base import Client, Hyper, Published, Total, Training
 
 
 class RefitHyper(Hyper):

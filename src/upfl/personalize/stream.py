@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from upfl.contract import Diary, Personalized, Predictor, Published, Unlabelled
 from upfl.errors import ConfigError
-from upfl.personalize.base import Diary, Personalized, Predictor, Unlabelled
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.label_shift import LabelShift
 from upfl.personalize.nothing import Nothing
-from upfl.training.base import Published
 
 
 class Stream:

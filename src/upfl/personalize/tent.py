@@ -15,20 +15,21 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from upfl.errors import ConfigError
-from upfl.personalize.base import (
+from upfl.contract import (
     Diary,
+    Hyper,
     Personalized,
     Personalizer,
     Predictor,
+    Published,
+    Training,
     Unlabelled,
     all_logits,
-    entropy,
-    summed_gradient,
 )
+from upfl.errors import ConfigError
+from upfl.personalize.adaptation import entropy, summed_gradient
 from upfl.state import State
-from upfl.training.base import Hyper, Published, Training
-from upfl.training.local import sgd_
+from upfl.training.sgd import sgd_
 
 
 class TentHyper(Hyper):

@@ -18,10 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Client, Total
 from upfl.state import State, contiguous, prefixed, select
-from upfl.training.base import Client, Total
 from upfl.training.fedavg import FedAvg, FedAvgHyper
-from upfl.training.local import cross_entropy
+from upfl.training.sgd import cross_entropy
 
 
 class AFLHyper(FedAvgHyper):

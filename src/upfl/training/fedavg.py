@@ -11,9 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Batch
 from upfl.state import State, select
-from upfl.training.base import Batch, LocalHyper, LocalTraining
-from upfl.training.local import cross_entropy, sgd_
+from upfl.training.base import LocalHyper, LocalTraining
+from upfl.training.sgd import cross_entropy, sgd_
 
 
 class FedAvgHyper(LocalHyper):

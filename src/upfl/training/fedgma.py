@@ -10,8 +10,8 @@ threshold = 0 with server_lr = 1 is FedAvg, to the bit.
 import torch
 from pydantic import Field
 
+from upfl.contract import Client, Total
 from upfl.state import State
-from upfl.training.base import Client, Total
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 

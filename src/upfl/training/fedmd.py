@@ -27,24 +27,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Architecture, Batch, Client, Personalizer, Phase, Published, Task, Total, Training, Unlabelled
 from upfl.errors import ConfigError
 from upfl.models import Model
-from upfl.personalize.base import Personalizer
 from upfl.state import State, contiguous, prefixed, select
-from upfl.training.base import (
-    Architecture,
-    Batch,
-    Client,
-    LocalHyper,
-    LocalTraining,
-    Phase,
-    Published,
-    Task,
-    Total,
-    Training,
-    Unlabelled,
-)
-from upfl.training.local import divergence
+from upfl.training.base import LocalHyper, LocalTraining
+from upfl.training.sgd import divergence
 
 
 class FedMDHyper(LocalHyper):
@@ -74,7 +62,8 @@ class FedMD(Training[D]):
     starts_from_memory = True
     heterogeneous = True
     knowledge: ClassVar[tuple[str, ...]]  # of "base" and "personalized": logits before and after adaptation
-    Adapt: ClassVar[type[Personalizer[Any]]]
+    adapts_by: ClassVar[str]  # the name of the personalizer that newcomers use, too
+    adapt: Personalizer[Any]  # that personalizer: `methods.make_training` hands it in
 
     def __init__(self, task: Task, hyper: D) -> None:
         super().__init__(task, hyper)
@@ -83,7 +72,6 @@ class FedMD(Training[D]):
         self.public = task.public
         architectures = task.architectures or {"": Architecture(task.model)}
         self.students = {name: self.student(architecture) for name, architecture in architectures.items()}
-        self.adapt = self.Adapt(self, self.Adapt.Hyper())
 
     @abstractmethod
     def student(self, architecture: Architecture) -> Student: ...

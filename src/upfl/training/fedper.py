@@ -11,9 +11,9 @@ Settled: personal layers start from (seed, client).
 
 import torch
 
+from upfl.contract import Client, Published, Task, Unlabelled
 from upfl.models import Conv, Linear
 from upfl.state import State, select
-from upfl.training.base import Client, Published, Task, Unlabelled
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 

@@ -11,10 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Batch, Client
 from upfl.state import State, combined, prefixed, select
-from upfl.training.base import Batch, Client
 from upfl.training.fedavg import FedAvg, FedAvgHyper
-from upfl.training.local import cross_entropy, sgd_
+from upfl.training.sgd import cross_entropy, sgd_
 
 
 class FedProxHyper(FedAvgHyper):

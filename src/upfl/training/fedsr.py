@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Batch, Client, Noise, Phase, Task
 from upfl.errors import ConfigError
 from upfl.models import Conv, Layer, Linear, Model, Relu
 from upfl.randomness import generator as named_generator
 from upfl.state import State, contiguous, prefixed, select
-from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Noise, Phase, Task
-from upfl.training.local import gradients, sgd_
+from upfl.training.base import LocalHyper, LocalTraining
+from upfl.training.sgd import gradients, sgd_
 
 SAMPLES = 20
 

@@ -29,10 +29,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Batch, Client, Published, Task, Unlabelled
 from upfl.models import adaptation_model
 from upfl.state import State, prefixed, select
-from upfl.training.base import Batch, Client, LocalHyper, LocalTraining, Published, Task, Unlabelled
-from upfl.training.local import cross_entropy, divergence, sgd_
+from upfl.training.base import LocalHyper, LocalTraining
+from upfl.training.sgd import cross_entropy, divergence, sgd_
 
 
 class FedTTAHyper(LocalHyper):

@@ -17,10 +17,9 @@ Settled: phi's momentum runs on from the digest into the local steps (one optimi
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Architecture, Batch, Published, Task, Unlabelled
 from upfl.models import adaptation_model
-from upfl.personalize.fedtta import OneStep
 from upfl.state import State, select
-from upfl.training.base import Architecture, Batch, Published, Task, Unlabelled
 from upfl.training.fedmd import FedMD, FedMDHyper, Student, distillation
 from upfl.training.fedtta import FedTTA, FedTTAHyper
 
@@ -47,7 +46,7 @@ class HeteroFedTTA(FedMD[HeteroFedTTAHyper]):
     name = "hetero-fedtta"
     title = "HeteroFedTTA"
     Hyper = HeteroFedTTAHyper
-    Adapt = OneStep
+    adapts_by = "one-step"
     knowledge = ("base", "personalized")
 
     def __init__(self, task: Task, hyper: HeteroFedTTAHyper) -> None:

@@ -11,9 +11,8 @@ Settled: the teacher is the mean of the adapted models' logits, as in the author
 
 from torch import Tensor
 
-from upfl.personalize.tent import Tent
+from upfl.contract import Architecture, Batch, Task
 from upfl.state import State
-from upfl.training.base import Architecture, Batch, Task
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.fedmd import FedMD, FedMDHyper, Student, distillation
 
@@ -35,7 +34,7 @@ class HeteroTent(FedMD[HeteroTentHyper]):
     name = "hetero-tent"
     title = "heterogeneous TENT"
     Hyper = HeteroTentHyper
-    Adapt = Tent
+    adapts_by = "tent"
     knowledge = ("personalized",)
 
     def student(self, architecture: Architecture) -> Student:

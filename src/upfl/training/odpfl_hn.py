@@ -30,9 +30,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Client, Published, Task, Total, Unlabelled
 from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
 from upfl.state import State, norm, prefixed, select
-from upfl.training.base import Client, Published, Task, Total, Unlabelled
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256

@@ -14,10 +14,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from upfl.contract import Batch, Client, Total
 from upfl.state import State, contiguous, prefixed, select
-from upfl.training.base import Batch, Client, Total
 from upfl.training.fedavg import FedAvg, FedAvgHyper
-from upfl.training.local import cross_entropy, sgd_
+from upfl.training.sgd import cross_entropy, sgd_
 
 
 class ScaffoldHyper(FedAvgHyper):

@@ -1,26 +1,16 @@
-"""The contract of a personalizer: a published model and unlabelled data in, a predictor with its diary out.
-
-A personalizer never sees a label: the type it receives has none, and nothing here imports the data, the engine, files
-or the network. The same code serves a training client's validation (which may bring the client's own memory) and a
-newcomer (which has none).
-"""
+"""What personalization comes to: a client's own model, and the diary of how it was found."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from upfl.contract.training import Training
 from upfl.state import State
-from upfl.training.base import Hyper, Published, Training
-from upfl.training.base import Unlabelled as Unlabelled
-
-if TYPE_CHECKING:
-    from upfl.personalize.fitting import Need
 
 CHUNK = 256  # samples that pass through a model at once; bounds memory, and keeps activations near the cache
 
@@ -86,35 +76,6 @@ class Personalized:
         return self.predict_logits(x).argmax(1)
 
 
-H = TypeVar("H", bound=Hyper)
-
-
-class Personalizer(ABC, Generic[H]):
-    """Turns what a training published into a client's own predictor."""
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-    Hyper: ClassVar[type[Any]]
-
-    def __init__(self, training: Training[Any], hyper: H) -> None:
-        self.training = training
-        self.hyper = hyper
-
-    @classmethod
-    def why_not(cls, training: Training[Any]) -> str | None:
-        """Why this personalizer does not fit a training, in words; None where it fits."""
-        if training.serves_newcomers:
-            return None
-        return f"{training.name} has no model for a client that did not train"
-
-    def needs(self) -> tuple[Need, ...]:
-        """What must have been fitted over the training's clients before this can personalize, in that order."""
-        return ()
-
-    @abstractmethod
-    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized: ...
-
-
 def chunks(x: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
     for start in range(0, len(x), size):
         yield x[start : start + size]
@@ -123,28 +84,3 @@ def chunks(x: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
 def all_logits(logits: Callable[[State, Tensor], Tensor], params: State, x: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.cat([logits(params, part) for part in chunks(x)])
-
-
-def summed_gradient(
-    of: Callable[[Tensor], Tensor], logits: Callable[[State, Tensor], Tensor], params: State, x: Tensor
-) -> tuple[Tensor, Tensor, State]:
-    """Logits on all of x, the sum over samples of `of(logits)`, and that sum's gradient for the parameters."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    gradient = [torch.zeros_like(value) for value in leaves.values()]
-    total = torch.zeros((), device=x.device)
-    outputs = []
-    for part in chunks(x):
-        with torch.enable_grad():
-            z = logits(leaves, part)
-            value = of(z).sum()
-            step = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        torch._foreach_add_(*zip(*[(g, s) for g, s in zip(gradient, step, strict=True) if s is not None], strict=True))
-        total += value.detach()
-        outputs.append(z.detach())
-    return torch.cat(outputs), total, dict(zip(params, gradient, strict=True))
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """The entropy of softmax(logits) of each sample, in nats."""
-    log_p = logits.log_softmax(1)
-    return -(log_p.exp() * log_p).sum(1)

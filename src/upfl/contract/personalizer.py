@@ -1,6 +1,10 @@
-"""What is fitted over a trained model, for personalizers that need it: by the same fold over clients as a training.
+"""A personalizer: a published model and unlabelled data in, a predictor with its diary out.
 
-A personalizer says what it `needs`; whoever evaluates or publishes fits that first, in order, and enters it into
+A personalizer never sees a label: the type it receives has none. The same code serves a training client's validation
+(which may bring the client's own memory) and a newcomer (which has none).
+
+A personalizer may need more than the trained model: a calibration, a gate. It says what it `needs`; whoever evaluates
+or publishes fits that first, in order, by the same fold over clients as a training, and enters it into
 `Published.fitted`. Training clients play the newcomer for it: they personalize on their validation inputs as a newcomer
 would, without a memory, and only then look at their labels. No logit and no label leaves a client, only sums.
 
@@ -17,23 +21,52 @@ fits above it without each three (`Fit.depth`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from upfl.contract.clients import Client, Unlabelled
+from upfl.contract.predictor import Personalized
+from upfl.contract.stage import H, Hyper, Phase, Stage
+from upfl.contract.training import Published, Training
 from upfl.errors import ConfigError
-from upfl.personalize.base import Personalizer, Unlabelled
 from upfl.state import State, prefixed
-from upfl.training.base import Client, Hyper, Phase, Published, Stage
 
 FOLDS = 5
 Folds = frozenset[int]
 NO_FOLDS: Folds = frozenset()
 R = TypeVar("R")
+
+
+class Personalizer(ABC, Generic[H]):
+    """Turns what a training published into a client's own predictor."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Hyper: ClassVar[type[Any]]
+
+    def __init__(self, training: Training[Any], hyper: H) -> None:
+        self.training = training
+        self.hyper = hyper
+
+    @classmethod
+    def why_not(cls, training: Training[Any]) -> str | None:
+        """Why this personalizer does not fit a training, in words; None where it fits."""
+        if training.serves_newcomers:
+            return None
+        return f"{training.name} has no model for a client that did not train"
+
+    def needs(self) -> tuple[Need, ...]:
+        """What must have been fitted over the training's clients before this can personalize, in that order."""
+        return ()
+
+    @abstractmethod
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized: ...
 
 
 def left_out(depth: int) -> tuple[Folds, ...]:

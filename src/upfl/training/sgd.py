@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from upfl.contract import Batch
 from upfl.models import Direction, split
 from upfl.state import State, move_, norm
-from upfl.training.base import Batch
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,72 @@
+"""Clients, as trainings and personalizers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from upfl.randomness import generator
+from upfl.state import State
+
+Split = Literal["train", "validation", "public"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of a client's samples. With a mask, samples where it is 0 are padding and must not count."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor | None = None
+    noise: State = field(default_factory=dict)  # what the phase asked for, a row for each sample
+    index: Tensor | None = None  # the samples' places in their split
+
+    def weight(self) -> Tensor:
+        """Each sample's weight in a mean over the batch."""
+        if self.mask is None:
+            return torch.full(self.y.shape, 1 / len(self.y), dtype=self.x.dtype, device=self.x.device)
+        return self.mask / self.mask.sum()
+
+
+class Client(Protocol):
+    """A training client as its own local code sees it."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def seed(self) -> int:
+        """The run's."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of its model's architecture, where clients differ in that; else empty."""
+
+    @property
+    def count(self) -> int:
+        """The number of samples in its train split."""
+
+    def generator(self, purpose: str) -> torch.Generator: ...
+
+    def batches(self, split: Split, size: int) -> Iterator[Batch]:
+        """One pass over a split, in order."""
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """A client as a personalizer sees it: inputs, and a seed of its own. There are no labels here."""
+
+    id: int
+    x: Tensor
+    seed: int = 0
+    architecture: str = ""
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return generator(self.seed, "personalize", self.id, purpose)

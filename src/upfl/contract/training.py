@@ -1,0 +1,123 @@
+"""A training algorithm: what it is made for, what it hands out, what it says about its model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from upfl.contract.clients import Unlabelled
+from upfl.contract.stage import H, Stage
+from upfl.models import Model
+from upfl.state import State, byte_size
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of the models that clients may have, and the width of the adaptation model that goes with it."""
+
+    model: Model
+    adaptation_width: int | None = None  # where None, the training's
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned: the model, and the number of training clients that exist.
+
+    Where clients differ in their models, `architectures` has them by name. `public` are the unlabelled samples that
+    everyone has, in the order of the split of that name.
+    """
+
+    model: Model
+    classes: int
+    clients: int
+    architectures: Mapping[str, Architecture] = field(default_factory=dict)
+    public: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a trained federation hands to newcomers: named tensors, and the rounds that led to them.
+
+    `members` are training clients' own layers, read one at a time; only trainings that say so (`publishes_memory`) hand
+    them out, because they may tell about a client's data. `fitted` is what was fitted after the training, over the same
+    clients, for personalizers that need it: a calibration, a gate.
+    """
+
+    state: State
+    round: int
+    members: Sequence[State] = ()
+    fitted: State = field(default_factory=dict)
+
+
+class Training(Stage[H]):
+    """A training algorithm. Subclasses set `name`, `title` and `Hyper`, and write the functions of the contract."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Hyper: ClassVar[type[Any]]
+    adaptation: Model | None = None  # g, where the training learns one
+    publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
+    starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
+    heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
+    serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
+
+    def __init__(self, task: Task, hyper: H) -> None:
+        self.task = task
+        self.model = task.model
+        self.hyper = hyper
+
+    def publish(self, server: State) -> State:
+        """What newcomers receive."""
+        return server
+
+    @abstractmethod
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        """The parameters of the model before personalization: a newcomer's (no memory) or a training client's own.
+
+        Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
+        """
+
+    @property
+    def client_models(self) -> Mapping[str, Model]:
+        """The prediction models that clients may have, by the name of their architecture."""
+        return {"": self.model}
+
+    def logits(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model says about x, as a differentiable function of its parameters.
+
+        The parameters are all that tells one client's model from another's, so that a personalized model can be stored.
+        """
+        return self.model.apply(params, x)
+
+    def features(self, params: State, x: Tensor) -> Tensor:
+        """What a client's model makes of x before its last layer, a row for each sample."""
+        return self.model[:-1].apply(params, x).flatten(1)
+
+    @property
+    def size(self) -> int:
+        """About how many values a worker holds of the server's state or of its sum: for the memory forecast."""
+        return self.model.size + (self.adaptation.size if self.adaptation else 0)
+
+    def bytes_down(self, server: State, round: int) -> int:
+        """What a client receives in a round: the server's state, unless some of it stays there."""
+        return byte_size(server)
+
+    def bytes_up(self, sizes: Mapping[str, int]) -> int:
+        """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""
+        return sum(sizes.values())
+
+    def remark(self) -> str:
+        """What a user should know before the first round; mostly nothing."""
+        return ""
+
+    def facts(self, server: State) -> dict[str, float]:
+        """Numbers about the server's state that belong into the metrics."""
+        return {}
+
+    @abstractmethod
+    def local_rate(self, round: int) -> float:
+        """The learning rate of local training, for personalizers that take it over."""

@@ -1,0 +1,36 @@
+"""What adaptation steps are made of: a loss over all of a client's samples with its gradient, and the entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from upfl.contract import chunks
+from upfl.state import State
+
+
+def summed_gradient(
+    of: Callable[[Tensor], Tensor], logits: Callable[[State, Tensor], Tensor], params: State, x: Tensor
+) -> tuple[Tensor, Tensor, State]:
+    """Logits on all of x, the sum over samples of `of(logits)`, and that sum's gradient for the parameters."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    gradient = [torch.zeros_like(value) for value in leaves.values()]
+    total = torch.zeros((), device=x.device)
+    outputs = []
+    for part in chunks(x):
+        with torch.enable_grad():
+            z = logits(leaves, part)
+            value = of(z).sum()
+            step = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        torch._foreach_add_(*zip(*[(g, s) for g, s in zip(gradient, step, strict=True) if s is not None], strict=True))
+        total += value.detach()
+        outputs.append(z.detach())
+    return torch.cat(outputs), total, dict(zip(params, gradient, strict=True))
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """The entropy of softmax(logits) of each sample, in nats."""
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1)

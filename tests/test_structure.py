@@ -1,0 +1,96 @@
+"""The house itself: which package may import which, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import upfl
+
+SOURCE = Path(upfl.__file__).parent
+ROOT = SOURCE.parents[1]
+
+# From the ground up: each may import what stands above it in this list, and itself.
+ORDER = (
+    *("errors", "suggest", "randomness", "state", "models"),
+    *("contract", "training", "personalize", "methods"),
+    *("data", "config", "manifest", "environment", "engine", "api"),
+    *("bundle", "onnx_export", "flower", "experiments", "report", "track", "cli"),
+)
+# What still breaks the order. It may only shrink, and must be empty in the end.
+KNOWN = {("bundle", "report")}
+
+LONGEST = 400  # lines
+# What is still longer. It may only shrink, and must be empty in the end.
+LONG = {
+    "src/upfl/bundle.py",
+    "src/upfl/engine/rounds.py",
+    "src/upfl/flower/server.py",
+    "src/upfl/models.py",
+    "tests/test_baselines.py",
+    "tests/test_bundle.py",
+    "tests/test_cli.py",
+    "tests/test_conformance.py",
+    "tests/test_engine.py",
+    "tests/test_fitting.py",
+    "tests/test_flower.py",
+    "tests/test_hetero.py",
+    "tests/test_label_shift.py",
+    "tests/test_personalize.py",
+    "tests/test_report.py",
+    "tests/test_score.py",
+    "tests/test_sources.py",
+    "tests/test_training.py",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module below the package, by its name; not the package's own facade, which offers what all others have."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if parts and parts != ("__main__",):
+            found[".".join(("upfl", *parts))] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The package's own modules that a file imports: wherever the statement stands, for types alone, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if name in known} or {str(node.module)}
+    return {name for name in found if name in known}
+
+
+def test_every_package_imports_only_packages_below_it() -> None:
+    known = modules()
+    broken = set()
+    for name, path in known.items():
+        own = name.split(".")[1]
+        for target in imports(path, known):
+            other = target.split(".")[1]
+            if ORDER.index(other) > ORDER.index(own):
+                broken.add((own, other))
+    assert broken == KNOWN
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+    TopologicalSorter({name: imports(path, known) - {name} for name, path in known.items()}).prepare()
+
+
+def test_no_file_is_longer_than_can_be_read_at_once() -> None:
+    files = [path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    long = {
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST
+    }
+    assert long == LONG
