@@ -4,7 +4,7 @@ A step's floating-point operations, at the rate of the machine's best 2048 x 204
 in the same run, give the time that it would take at the limit; printed is the time it takes over that. A FedTTA step
 is counted as 6 forward passes of the first layer (which needs no gradient for its input) and 12 of every other, the
 forward and backward pass of an SGD step as 2 and 3. That is the count of the plain method, by which others can be
-compared; our steps form neither psi~ nor its gradient for wide linear layers (`models.py`), which are fewer operations.
+compared; our steps form neither psi~ nor its gradient for wide linear layers (`models/`), which are fewer operations.
 
 Rate and steps are measured in turn, so that both see the same machine; samples whose CPU time is under 95% of their
 wall time (a stolen core) are thrown away; the medians are over at least seven.
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from upfl.contract import Batch, Task
 from upfl.engine.recorded import steps_of
 from upfl.engine.rounds import one_thread
-from upfl.models import Conv, Linear, Model, convnet, mlp
+from upfl.models import Conv, Layered, Linear, convnet, mlp
 from upfl.state import select
 from upfl.training.base import LocalTraining
 from upfl.training.fedavg import FedAvg
@@ -67,7 +67,7 @@ def jobs() -> dict[str, tuple[Callable[[], object], float]]:
     return result
 
 
-def forward_operations(model: Model, shape: tuple[int, int, int]) -> tuple[float, float]:
+def forward_operations(model: Layered, shape: tuple[int, int, int]) -> tuple[float, float]:
     """Operations of a forward pass on a batch: of the first layer, of the others."""
     counts, pixels = [], shape[1] * shape[2]
     for layer in model.layers:
@@ -88,7 +88,7 @@ def _step(training: LocalTraining, batch: Batch) -> Callable[[], object]:  # typ
     return lambda: steps(phase, carry, batch, 0)
 
 
-def _products(model: Model) -> Callable[[], object]:
+def _products(model: Layered) -> Callable[[], object]:
     """The matrix products of a FedTTA step and nothing else, into memory that is there: what the limit leaves of it."""
     products = []
     for i, layer in enumerate(layer for layer in model.layers if isinstance(layer, Linear)):
@@ -108,7 +108,7 @@ def _products(model: Model) -> Callable[[], object]:
     return multiply
 
 
-def _gradient(model: Model, batch: Batch) -> Callable[[], object]:
+def _gradient(model: Layered, batch: Batch) -> Callable[[], object]:
     params = model.layout(model.init(torch.Generator().manual_seed(0)))
 
     def forward_and_backward() -> object:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upfl.contract import Batch, Split
-from upfl.models import Model, convnet, mlp
+from upfl.models import Layered, convnet, mlp
 from upfl.randomness import generator
 
 Params = dict[str, Tensor]
@@ -46,7 +46,7 @@ def forward_convnet(params: Params, x: Tensor) -> Tensor:
 class Case:
     """A small model with its reference and the shape of a sample."""
 
-    model: Model
+    model: Layered
     forward: Forward
     shape: tuple[int, int, int]
 

@@ -56,7 +56,7 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS
-from upfl.models import Linear, Model, convnet, mlp
+from upfl.models import Layered, Linear, convnet, mlp
 from upfl.personalize.pfl import Ensemble, PFLHyper, Sampled
 from upfl.randomness import generator
 from upfl.state import State, prefixed, select
@@ -305,7 +305,7 @@ def squared_error(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 def quadratics(monkeypatch: pytest.MonkeyPatch, **hyper: Any) -> Quadratics:
     monkeypatch.setattr(scaffold, "cross_entropy", squared_error)
     values = ScaffoldHyper(weight_decay=0.0, clip=1e9, **hyper)
-    return Quadratics(Scaffold(Task(Model((Linear("fc1", 1, 1),)), 1, 2), values))
+    return Quadratics(Scaffold(Task(Layered((Linear("fc1", 1, 1),)), 1, 2), values))
 
 
 def test_scaffolds_control_variates_on_two_quadratics_are_those_solved_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ def test_scaffold_finds_the_optimum_of_two_quadratics_that_fedavg_misses(monkeyp
 
 
 def test_scaffolds_server_divides_the_changes_by_all_clients_and_the_models_by_those_that_came() -> None:
-    training = Scaffold(Task(Model((Linear("fc1", 2, 1),)), 1, 5), ScaffoldHyper(server_lr=1.5))
+    training = Scaffold(Task(Layered((Linear("fc1", 2, 1),)), 1, 5), ScaffoldHyper(server_lr=1.5))
     psi, control = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -0.5]])
     server = {"psi.fc1.weight": psi, "psi.fc1.bias": torch.zeros(1)}
     server |= {"control.fc1.weight": control, "control.fc1.bias": torch.zeros(1)}
@@ -487,7 +487,7 @@ def fedgma_after(changes: Tensor, threshold: float, server_lr: float, server: Te
     """The weight after clients changed it by the rows of `changes`."""
     size = changes.shape[1]
     hyper = FedGMAHyper(threshold=threshold, server_lr=server_lr)
-    training = FedGMA(Task(Model((Linear("fc1", size, 1),)), 1, len(changes)), hyper)
+    training = FedGMA(Task(Layered((Linear("fc1", size, 1),)), 1, len(changes)), hyper)
     state = {"psi.fc1.weight": server.view(1, size), "psi.fc1.bias": torch.zeros(1)}
     ups = [
         training.finish(state, {"psi.fc1.weight": state["psi.fc1.weight"] + row, "psi.fc1.bias": torch.zeros(1)}, who)[
@@ -790,7 +790,7 @@ def test_consecutive_fedsr_steps_equal_plain_autograd(case: Case, clip: float) -
 class Overheard:
     """A classifier that keeps what it is given."""
 
-    def __init__(self, inner: Model) -> None:
+    def __init__(self, inner: Layered) -> None:
         self.inner, self.heard = inner, [torch.empty(0)][:0]
 
     def apply(self, params: State, z: Tensor) -> Tensor:
@@ -829,7 +829,7 @@ def test_fedsr_predicts_the_mean_probability_of_twenty_seeded_samples(case: Case
     [(MLP, ["fc3"]), (CIFAR10, ["fc1", "fc2"]), (FEMNIST, ["fc1", "fc2"])],
     ids=["mlp", "convnet", "femnist"],
 )
-def test_fedper_shares_convolutions_and_of_an_mlp_all_but_the_last_layer(model: Model, personal: list[str]) -> None:
+def test_fedper_shares_convolutions_and_of_an_mlp_all_but_the_last_layer(model: Layered, personal: list[str]) -> None:
     training = FedPer(Task(model, 10, 3), FedPer.Hyper())
     own = {f"psi.{layer}.{kind}" for layer in personal for kind in ("weight", "bias")}
     assert training.memory(Somebody()).keys() == own
@@ -1104,7 +1104,7 @@ def test_an_odpfl_hn_newcomers_model_is_made_from_its_data_in_any_order(case: Ca
 
 
 @pytest.mark.parametrize(("model", "millions"), [(CIFAR10, 218), (FEMNIST, 667)], ids=["cifar10", "femnist"])
-def test_odpfl_hns_full_head_has_as_many_parameters_as_the_card_says(model: Model, millions: int) -> None:
+def test_odpfl_hns_full_head_has_as_many_parameters_as_the_card_says(model: Layered, millions: int) -> None:
     with nothing_allocated():
         training = OdpflHn(Task(model, 10, 3), OdpflHnHyper())
         size = training.size
@@ -1162,7 +1162,7 @@ def test_odpfl_hns_encoder_is_the_convolutions_or_784_200_32() -> None:
     } | {"embedding.weight": (32, 4096), "embedding.bias": (32,)}
 
 
-def hypernetwork_of(model: Model) -> OdpflHn:
+def hypernetwork_of(model: Layered) -> OdpflHn:
     return OdpflHn(Task(model, 10, 3), OdpflHnHyper())
 
 

@@ -35,7 +35,7 @@ from upfl.engine.folder import RunFolder
 from upfl.errors import BundleError, ConfigError, DataError
 from upfl.manifest import PersonalManifest, TaskSection, TrainingSection
 from upfl.methods import ROWS, TRAININGS
-from upfl.models import convnet, describe, described, mlp
+from upfl.models import convnet, described, mlp
 from upfl.randomness import generator
 from upfl.state import State
 
@@ -210,8 +210,8 @@ def test_whatever_a_diary_holds_comes_back(entropy: list[float], value: float) -
 
 def test_layers_as_data_make_the_same_model() -> None:
     for model in (mlp(4, (3, 2), 2), convnet((3, 8, 8), 4, 16, 0.25)):
-        assert described(describe(model)).shapes == model.shapes
-        assert json.loads(json.dumps(describe(model))) == describe(model)
+        assert described(model.describe()).shapes == model.shapes
+        assert json.loads(json.dumps(model.describe())) == model.describe()
 
 
 # Privacy

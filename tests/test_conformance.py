@@ -38,7 +38,7 @@ from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, make_personalizer, reso
 from upfl.models import mlp
 from upfl.personalize.calibration import Correction
 from upfl.randomness import generator
-from upfl.state import State, byte_size, select
+from upfl.state import State, byte_size, prefixed, select
 from upfl.training.fedavg import FedAvg
 
 CPU = torch.device("cpu")
@@ -54,8 +54,8 @@ class Remembering(FedAvg):
     remembers = True
 
     def memory(self, client: Client) -> State:
-        head = self.model[-1:].init(client.generator("head"))
-        return {f"psi.{name}": value for name, value in head.items()} | {"rounds": torch.tensor(0)}
+        fresh = prefixed("psi", self.model.init(client.generator("head")))
+        return {name: fresh[name] for name in self._own()} | {"rounds": torch.tensor(0)}
 
     def begin(self, server: State, memory: State, client: Client) -> State:
         own = {name: value.clone() for name, value in memory.items()}
@@ -71,7 +71,7 @@ class Remembering(FedAvg):
         return super().start(published, client, memory) | select(own, "psi")
 
     def _own(self) -> list[str]:
-        return [f"psi.{name}" for name in self.model[-1:].shapes]
+        return [f"psi.{self.model.head}.{kind}" for kind in ("weight", "bias")]
 
 
 def _corrects(personalizer: str) -> bool:

@@ -10,7 +10,7 @@ from torch.func import functional_call, jvp, vjp
 
 from tests.reference import CASES, Case, Params, descend, difference, distance, gradient, norm
 from upfl.config import configure
-from upfl.models import Linear, Model, adaptation_model, convnet, mlp, split
+from upfl.models import Layered, Linear, adaptation_model, convnet, mlp, split
 from upfl.randomness import generator
 from upfl.training.sgd import sgd_
 
@@ -51,7 +51,7 @@ def case(request: pytest.FixtureRequest) -> Case:
         (adaptation_model(100), 5_377),
     ],
 )
-def test_models_have_the_papers_sizes(model: Model, size: int) -> None:
+def test_models_have_the_papers_sizes(model: Layered, size: int) -> None:
     assert model.size == size
     assert sum(value.numel() for value in model.init(generator(0)).values()) == size
 

@@ -27,7 +27,6 @@ LONG = {
     "src/upfl/bundle.py",
     "src/upfl/engine/rounds.py",
     "src/upfl/flower/server.py",
-    "src/upfl/models.py",
     "tests/test_baselines.py",
     "tests/test_bundle.py",
     "tests/test_cli.py",

@@ -359,7 +359,7 @@ def write(
 
 
 def _layers(model: models.Model) -> tuple[LayerSection, ...]:
-    return tuple(LayerSection(**layer) for layer in models.describe(model))
+    return tuple(LayerSection(**layer) for layer in model.describe())
 
 
 def _model(layers: Iterable[LayerSection]) -> models.Model:

@@ -157,7 +157,10 @@ def training_class(name: str) -> type[Training[Any]]:
 
 def make_training(name: str, task: Task, hyper: Any) -> Training[Any]:
     """A training, with the personalizer that its clients use while they train, where they do."""
-    training = training_class(name)(task, hyper)
+    kind = training_class(name)
+    if reason := kind.why_not(task):
+        raise ConfigError(f"training '{name}' does not fit this model: {reason}")
+    training = kind(task, hyper)
     if isinstance(training, FedMD):
         training.adapt = make_personalizer(training.adapts_by, training, personalizer_class(training.adapts_by).Hyper())
     return training

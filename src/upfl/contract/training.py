@@ -70,6 +70,11 @@ class Training(Stage[H]):
         self.model = task.model
         self.hyper = hyper
 
+    @classmethod
+    def why_not(cls, task: Task) -> str | None:
+        """Why this training does not fit a task, in words; None where it fits."""
+        return None
+
     def publish(self, server: State) -> State:
         """What newcomers receive."""
         return server
@@ -95,7 +100,12 @@ class Training(Stage[H]):
 
     def features(self, params: State, x: Tensor) -> Tensor:
         """What a client's model makes of x before its last layer, a row for each sample."""
-        return self.model[:-1].apply(params, x).flatten(1)
+        return self.model.features(params, x)
+
+    @property
+    def head(self) -> str | None:
+        """The name of a linear layer that makes `logits` of `features`, where all clients' models have one."""
+        return self.model.head
 
     @property
     def size(self) -> int:

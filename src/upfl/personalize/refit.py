@@ -48,7 +48,6 @@ from upfl.contract import (
     all_logits,
 )
 from upfl.errors import BadClientError
-from upfl.models import Linear
 from upfl.personalize.adaptation import entropy
 from upfl.personalize.calibration import fitted
 from upfl.state import State
@@ -67,7 +66,7 @@ class Refit(Personalizer[RefitHyper]):
     def why_not(cls, training: Training[Any]) -> str | None:
         if training.heterogeneous:
             return "it fits one last layer for all, and architectures differ in theirs"
-        if type(training).logits is not Training.logits or not isinstance(training.model.layers[-1], Linear):
+        if training.head is None:
             return f"the model of {training.name} does not end in a linear layer on its features"
         return super().why_not(training)
 
@@ -77,15 +76,19 @@ class Refit(Personalizer[RefitHyper]):
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         layer = fitted(published, f"{Discriminant.key}.{self.name}")
         theta = self.training.start(published, client, memory)
-        last = self.training.model[-1:]
-        refitted = theta | {name: layer[name.rpartition(".")[2]].to(theta[name]) for name in last.shapes}
+        names = {f"{self.training.head}.{kind}": kind for kind in ("weight", "bias")}
+        refitted = theta | {name: layer[kind].to(theta[name]) for name, kind in names.items()}
         features = all_logits(self.training.features, theta, client.x)
-        before, logits = (all_logits(last.apply, params, features) for params in (theta, refitted))
+        before, logits = (all_logits(self._last, params, features) for params in (theta, refitted))
         diary = Diary(
             entropy=[entropy(before).mean().item(), entropy(logits).mean().item()],
             decision="the last layer that the federation fitted anew",
         )
         return Personalized(before, logits, Predictor(self.training, [refitted]), diary)
+
+    def _last(self, params: State, features: Tensor) -> Tensor:
+        head = self.training.head
+        return torch.nn.functional.linear(features, params[f"{head}.weight"], params[f"{head}.bias"])
 
 
 class Discriminant(Fit):
@@ -97,8 +100,8 @@ class Discriminant(Fit):
     personalizer: Refit
 
     def init(self, generator: torch.Generator) -> State:
-        shapes = self.training.model[-1:].shapes
-        return {name.rpartition(".")[2]: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        shapes, head = self.training.model.shapes, self.training.head
+        return {kind: torch.zeros(shapes[f"{head}.{kind}"], dtype=torch.float64) for kind in ("weight", "bias")}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         classes, size = server["weight"].shape
@@ -119,7 +122,7 @@ class Discriminant(Fit):
         return up | {"products": products[*_triangle(size)]}, {}
 
     def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        rows, columns = _triangle(next(iter(self.training.model[-1:].shapes.values()))[1])
+        rows, columns = _triangle(self.training.model.shapes[f"{self.training.head}.weight"][1])
         none = torch.zeros_like(rows)  # what is of another form is refused by the sum
         counts, products = up.get("counts", none), up.get("products", none)
         if (counts < 0).any() or (products.shape == rows.shape and (products[rows == columns] < 0).any()):

@@ -23,7 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client, Noise, Phase, Task
-from upfl.models import Linear, Model, Relu, mlp
+from upfl.models import Layered, Linear, Relu, mlp
+from upfl.models.surgery import with_head
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import LocalHyper, LocalTraining
 from upfl.training.sgd import gradients, sgd_
@@ -47,16 +48,26 @@ class FedADG(LocalTraining[FedADGHyper]):
 
     def __init__(self, task: Task, hyper: FedADGHyper) -> None:
         super().__init__(task, hyper)
-        *body, last = task.model.layers
-        assert isinstance(last, Linear)
-        self.extractor = Model((*body, Linear("projection", last.inputs, hyper.features)))
-        self.classifier = Model((Linear(last.name, hyper.features, task.classes),))
-        self.model = Model((*self.extractor.layers, *self.classifier.layers))
+        head = task.model.head
+        assert head is not None, self.why_not(task)
+        width = task.model.shapes[f"{head}.weight"][1]
+        projection = Linear("projection", width, hyper.features)
+        classifier = Linear(head, hyper.features, task.classes)
+        model, extractor = (with_head(task.model, layers) for layers in ((projection, classifier), (projection,)))
+        assert model is not None
+        assert extractor is not None
+        self.model, self.extractor, self.classifier = model, extractor, Layered((classifier,))
         self.generator = mlp(hyper.noise + task.classes, (hyper.features,), hyper.features)
         size, inputs = hyper.projection, hyper.features + task.classes
-        self.discriminator = Model(
+        self.discriminator = Layered(
             (Linear("projection", inputs, size), Linear("hidden", size, size), Relu(), Linear("output", size, 1))
         )
+
+    @classmethod
+    def why_not(cls, task: Task) -> str | None:
+        if task.model.head is None:
+            return "it aligns what the last layer reads, and the model does not end in a linear layer"
+        return super().why_not(task)
 
     @property
     def size(self) -> int:

@@ -12,7 +12,6 @@ Settled: personal layers start from (seed, client).
 import torch
 
 from upfl.contract import Client, Published, Task, Unlabelled
-from upfl.models import Conv, Linear
 from upfl.state import State, select
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
@@ -27,9 +26,10 @@ class FedPer(FedAvg):
 
     def __init__(self, task: Task, hyper: FedAvgHyper) -> None:
         super().__init__(task, hyper)
-        layers = [layer for layer in task.model.layers if isinstance(layer, Conv | Linear)]
-        convolutions = [layer for layer in layers if isinstance(layer, Conv)]
-        self.personal = {name for layer in layers[len(convolutions) or -1 :] for name in layer.shapes()}
+        kinds = task.model.kinds
+        linear = [layer for layer, kind in kinds.items() if kind == "linear"]
+        own = linear if "convolution" in kinds.values() else linear[-1:]
+        self.personal = {name for name in task.model.shapes if name.rpartition(".")[0] in own}
 
     def init(self, generator: torch.Generator) -> State:
         return {f"psi.{name}": value for name, value in self.model.init(generator).items() if name not in self.personal}

@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client, Noise, Phase, Task
-from upfl.errors import ConfigError
-from upfl.models import Conv, Layer, Linear, Model, Relu
+from upfl.models import Layered
+from upfl.models.surgery import halves
 from upfl.randomness import generator as named_generator
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import LocalHyper, LocalTraining
@@ -49,10 +49,18 @@ class FedSR(LocalTraining[FedSRHyper]):
 
     def __init__(self, task: Task, hyper: FedSRHyper) -> None:
         super().__init__(task, hyper)
-        self.encoder, self.classifier = _gaussian(task.model)
-        self.model = Model((*self.encoder.layers, *self.classifier.layers))
-        self.dimensions = next(layer.inputs for layer in self.classifier.layers if isinstance(layer, Linear))
+        cut = halves(task.model)
+        assert cut is not None, self.why_not(task)
+        self.encoder, self.classifier = cut
+        self.model = Layered((*self.encoder.layers, *self.classifier.layers))
+        self.dimensions = next(iter(self.classifier.shapes.values()))[1]
         self.eps = torch.randn(SAMPLES, 1, self.dimensions, generator=named_generator("fedsr", "prediction"))
+
+    @classmethod
+    def why_not(cls, task: Task) -> str | None:
+        if halves(task.model) is None:
+            return "it doubles a layer within the model: take mlp or convnet, with two linear layers at least"
+        return super().why_not(task)
 
     def memory(self, client: Client) -> State:
         reference = (self.task.classes, self.dimensions)
@@ -103,6 +111,10 @@ class FedSR(LocalTraining[FedSRHyper]):
     def features(self, params: State, x: Tensor) -> Tensor:
         return self.represent(params, x)[0]
 
+    @property
+    def head(self) -> None:
+        return None  # predictions are means over samples of the representation
+
     def local_rate(self, round: int) -> float:
         return self.hyper.rate(self.hyper.lr, round)
 
@@ -111,23 +123,3 @@ def gaussian_kl(m: Tensor, sigma: Tensor, to_m: Tensor, to_sigma: Tensor) -> Ten
     """KL(N(m, sigma) || N(to_m, to_sigma)), entry by entry; sigma is its absolute value."""
     ratio = (sigma / to_sigma).square() + 1e-12
     return 0.5 * (ratio + ((m - to_m) / to_sigma).square() - 1 - ratio.log())
-
-
-def _gaussian(model: Model) -> tuple[Model, Model]:
-    """A model cut in two after a doubled layer: an encoder of mean and spread, and the classifier of a sample."""
-    layers = list(model.layers)
-    convolutions = [i for i, layer in enumerate(layers) if isinstance(layer, Conv)]
-    linear = [i for i, layer in enumerate(layers) if isinstance(layer, Linear)]
-    if len(linear) < 2:
-        raise ConfigError("fedsr needs a model with at least two linear layers: one of them represents, one classifies")
-    cut = convolutions[-1] if convolutions else linear[-2]
-    doubled = layers[cut]
-    wide: Layer = (
-        Conv(doubled.name, doubled.inputs, 2 * doubled.outputs)
-        if isinstance(doubled, Conv)
-        else Linear(doubled.name, doubled.inputs, 2 * doubled.outputs)  # type: ignore[attr-defined]
-    )
-    rest = [i for i in range(cut + 1, len(layers)) if not isinstance(layers[i], Relu)]
-    head = next(i for i in rest if isinstance(layers[i], Linear))
-    between = tuple(layers[i] for i in rest if i < head)
-    return Model((*layers[:cut], wide, *between)), Model(tuple(layers[head:]))

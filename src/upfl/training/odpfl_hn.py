@@ -31,7 +31,8 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Client, Published, Task, Total, Unlabelled
-from upfl.models import Conv, Flatten, Layer, Linear, Model, Relu, mlp
+from upfl.models import Layer, Layered, Linear, Relu, mlp
+from upfl.models.surgery import embedding
 from upfl.state import State, norm, prefixed, select
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
@@ -56,12 +57,20 @@ class OdpflHn(FedAvg):
 
     def __init__(self, task: Task, hyper: OdpflHnHyper) -> None:
         super().__init__(task, hyper)
-        self.encoder = _encoder(task.model, hyper.embedding)
+        encoder = embedding(task.model, hyper.embedding)
+        assert encoder is not None, self.why_not(task)
+        self.encoder = encoder
         width = hyper.rank or hyper.hidden
         trunk = mlp(hyper.embedding, (hyper.hidden,) * 3, hyper.hidden)
         bottleneck: tuple[Layer, ...] = (Relu(), Linear("bottleneck", hyper.hidden, width)) if hyper.rank else (Relu(),)
-        self.trunk = Model((*trunk.layers, *bottleneck))
-        self.heads = {name: Model((Linear(name, width, _size(shape)),)) for name, shape in task.model.shapes.items()}
+        self.trunk = Layered((*trunk.layers, *bottleneck))
+        self.heads = {name: Layered((Linear(name, width, _size(shape)),)) for name, shape in task.model.shapes.items()}
+
+    @classmethod
+    def why_not(cls, task: Task) -> str | None:
+        if embedding(task.model, 1) is None:
+            return "it makes an encoder of the model's layers up to the last, which must be linear"
+        return super().why_not(task)
 
     def init(self, generator: torch.Generator) -> State:
         state = prefixed("encoder", self.encoder.init(generator)) | prefixed("trunk", self.trunk.init(generator))
@@ -175,16 +184,6 @@ class _Lazy(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._makers)
-
-
-def _encoder(model: Model, embedding: int) -> Model:
-    layers = model.layers
-    convolutions = [i for i, layer in enumerate(layers) if isinstance(layer, Conv)]
-    linear = [layer for layer in layers if isinstance(layer, Linear)]
-    if not convolutions:
-        return mlp(linear[0].inputs, (linear[0].outputs,), embedding)
-    flat = next(i for i, layer in enumerate(layers) if isinstance(layer, Flatten))
-    return Model((*layers[: flat + 1], Linear("embedding", linear[0].inputs, embedding)))
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,104 @@
+"""What a model is to the methods: a pure function of named parameters, and derivative products of it.
+
+`model.apply(params, x)` is ordinary differentiable PyTorch. `model.trace(params, x)` keeps what the forward pass
+computed and offers the products that the methods are made of:
+
+    trace.backward(u)            J^T u, with u = dl/dZ
+    trace.tangent(v)             Z' = J v, the change of the output when the parameters move along v
+    trace.backward_tangent(u')   d/dt J^T u along v: the Hessian-vector product of l, with u' = d/dt dl/dZ
+
+    trace.moved(v, ...)          the trace of the same input at parameters moved along v
+
+A FedTTA step needs all of them, FedAvg's the first.
+
+Parameter names are dotted (`conv1.weight`), values contiguous. `model.layout(params)` has the same values in the memory
+layout in which the model is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from upfl.models.factored import Direction, Gradient, Plus, Shapes
+from upfl.state import State
+
+Kind = Literal["linear", "convolution", "norm", "other"]
+
+
+class Model(Protocol):
+    """A prediction model. Trainings and personalizers know this of it, and nothing else."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """The parameters."""
+
+    @property
+    def size(self) -> int:
+        """The number of values in the parameters."""
+
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """What each layer with parameters is, by its name, in the order of the parameters."""
+
+    @property
+    def head(self) -> str | None:
+        """The name of the last layer, where that is linear with a bias and reads `features`."""
+
+    @property
+    def records(self) -> bool:
+        """Whether steps may be recorded, and are so small that it pays."""
+
+    def init(self, generator: torch.Generator) -> State:
+        """Parameters to start from: a function of the generator."""
+
+    def apply(self, params: State, x: Tensor) -> Tensor:
+        """The logits of x, as a differentiable function."""
+
+    def features(self, params: State, x: Tensor) -> Tensor:
+        """What the head reads, a row for each sample; of a model without a head, what it has before its last layer."""
+
+    def trace(self, params: State, x: Tensor) -> Trace:
+        """The forward pass on x, ready for derivative products."""
+
+    def layout(self, params: State) -> State:
+        """The same values in the memory layout in which the model is fast."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The model as data, from which `described` makes it again."""
+
+
+class Moved(Protocol):
+    """A forward pass at parameters that were moved along a gradient."""
+
+    output: Tensor
+
+    def backward(self, u: Tensor) -> Gradient:
+        """J^T u for the parameters."""
+
+
+class Trace(Protocol):
+    """A forward pass and its derivative products; call `backward`, `tangent`, `backward_tangent` in this order."""
+
+    output: Tensor
+
+    def backward(self, u: Tensor, *, plus: Plus | None = None, factored: bool = False) -> Gradient:
+        """J^T u for the parameters, plus what is given, which is used up.
+
+        `factored`: the gradient is for `moved` alone, and `tangent` follows; not together with `plus`.
+        """
+
+    def moved(self, v: Gradient, scale: float, shrink: float = 1.0) -> Moved:
+        """The forward pass on the same input at shrink * params + scale * v."""
+
+    def tangent(self, v: Direction, *, scale: float = 1.0) -> Tensor:
+        """The output's change along scale * v."""
+
+    def backward_tangent(self, du: Tensor, *, plus: Plus | None = None) -> Gradient:
+        """The change of `backward(u)` along the last `tangent` when u changes by du, plus what is given and used up.
+
+        What is given may be the direction of that tangent, which is then used up, too.
+        """

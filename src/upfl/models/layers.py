@@ -1,0 +1,308 @@
+"""Layers with their derivatives written out: what the built-in models are made of.
+
+A layer's forward pass keeps what it computed (`Pass`) and offers the way back, the tangent, and the derivative of the
+way back along that tangent. Convolution weights and images are channels-last, where oneDNN's kernels run at the
+machine's matrix-multiply rate.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors
+from upfl.models.factored import near as products
+from upfl.state import State, add_product_, is_vectorized
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
+_threshold_backward = torch.ops.aten.threshold_backward.grad_input
+_pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.default
+
+
+class Layer(Protocol):
+    """What a model is made of: named parameters and a forward pass."""
+
+    def shapes(self) -> Shapes:
+        """The weight first: its dimensions but the first give the fan in."""
+
+    def forward(self, params: State, x: Tensor) -> Pass: ...
+
+
+class Half(Protocol):
+    """A layer's forward pass: its output y, and the way back."""
+
+    y: Tensor
+
+    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        """Leave the parameters' gradients in `to`, if given; return the input's gradient if `inputs`.
+
+        gy may be overwritten by a pass without parameters; one with parameters keeps it for `backward_tangent`.
+        """
+
+
+class Pass(Half, Protocol):
+    """A layer's forward pass with all derivative products of what it did."""
+
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        """The layer's forward pass on x at other parameters: given, or at shrink * its own + scale * the factors."""
+
+    def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
+        """The output's change along scale * v and dx, where None stands still."""
+
+    def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        """`backward`, differentiated along the tangent: gy changes by dgy."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    name: str
+    inputs: int
+    outputs: int
+
+    def shapes(self) -> Shapes:
+        return {f"{self.name}.weight": (self.outputs, self.inputs), f"{self.name}.bias": (self.outputs,)}
+
+    def forward(self, params: State, x: Tensor) -> Pass:
+        return _LinearPass(self.name, params[f"{self.name}.weight"], params[f"{self.name}.bias"], x)
+
+
+class _LinearPass:
+    def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
+        self.layer, self.w, self.bias, self.x = layer, w, bias, x
+        self.y = F.linear(x, w, bias)
+        samples, (outputs, inputs) = x.shape[0], w.shape
+        self.thin = 2 * samples * (outputs + inputs) < outputs * inputs  # where factors pay, by measurement
+        self._near: tuple[Tensor, Tensor] | None = None
+        self._aligned: tuple[Tensor, Tensor] | None = None
+
+    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        self.gy = gy
+        if to is not None:
+            to.product(self.layer, self.thin, Outer(gy, self.x))
+        return torch.mm(gy, self.w) if inputs else None
+
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        if (by := outer.get(self.layer)) is None:
+            return _LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x)
+        if self.thin:
+            return _ThinlyMovedPass(self, x, by, scale, shrink)
+        weight = torch.addmm(self.w, by.a.t(), by.b, beta=shrink, alpha=scale)
+        return _LinearPass(self.layer, weight, torch.mul(self.bias, shrink).add_(by.a.sum(0), alpha=scale), x)
+
+    def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
+        self.v, self.scale, self.dx = v, scale, dx
+        if v is None:
+            assert dx is not None
+            return torch.mm(dx, self.w.t())
+        if (outer := factors(v, self.layer)) is not None:
+            near = self.near(outer.b)
+            if dx is None:
+                return torch.addmm(self.y, near, outer.a, beta=0, alpha=scale)
+            return add_product_(torch.mm(dx, self.w.t()), near, outer.a, alpha=scale)
+        weight, bias = v[f"{self.layer}.weight"], v[f"{self.layer}.bias"]
+        along = torch.addmm(bias, self.x, weight.t(), beta=scale, alpha=scale)
+        return along if dx is None else add_product_(along, dx, self.w.t())
+
+    def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        dgx = self._input_tangent(dgy) if inputs else None  # before `to` may use up v
+        if to is not None:
+            further = None if self.dx is None else (self.gy, self.dx)
+            near = self._near[1] if self._near and self._near[0] is self.x else None
+            to.product(self.layer, self.thin, Outer(dgy, self.x, near), further)
+        return dgx
+
+    def _input_tangent(self, dgy: Tensor) -> Tensor:
+        dgx = torch.mm(dgy, self.w)
+        if self.v is None:
+            return dgx
+        if (outer := factors(self.v, self.layer)) is not None:
+            return add_product_(dgx, self.aligned(outer.a), outer.b, alpha=self.scale)
+        return add_product_(dgx, self.gy, self.v[f"{self.layer}.weight"], alpha=self.scale)
+
+    def near(self, x: Tensor) -> Tensor:
+        """This pass's inputs times others, self.x x^T + 1; asked for twice in a row it is computed once."""
+        if self._near is None or self._near[0] is not x:
+            self._near = x, products(self.x, x)
+        return self._near[1]
+
+    def aligned(self, gy: Tensor) -> Tensor:
+        """This pass's output gradients times others, self.gy gy^T, likewise."""
+        if self._aligned is None or self._aligned[0] is not gy:
+            self._aligned = gy, torch.mm(self.gy, gy.t())
+        return self._aligned[1]
+
+
+class _ThinlyMovedPass:
+    """A linear layer whose weight was moved along a^T b: products with the old weight, corrected by thin ones."""
+
+    def __init__(self, origin: _LinearPass, x: Tensor, by: Outer, scale: float, shrink: float) -> None:
+        self.origin, self.x, self.by, self.scale, self.shrink = origin, x, by, scale, shrink
+        before = origin.y if x is origin.x else F.linear(x, origin.w, origin.bias)
+        self.y = torch.addmm(before, origin.near(x).t(), by.a, beta=shrink, alpha=scale)
+
+    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        if to is not None:
+            near = self.origin.near(self.x) if self.x is self.origin.x else None
+            to.product(self.origin.layer, True, Outer(gy, self.x, near))
+        if not inputs:
+            return None
+        gx = torch.mm(gy, self.origin.w)
+        return add_product_(gx, self.origin.aligned(gy).t(), self.by.b, beta=self.shrink, alpha=self.scale)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A 5x5 convolution, padded so that the size stays, and the maximum of each 2x2 square."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    def shapes(self) -> Shapes:
+        return {f"{self.name}.weight": (self.outputs, self.inputs, 5, 5), f"{self.name}.bias": (self.outputs,)}
+
+    def forward(self, params: State, x: Tensor) -> Pass:
+        return _ConvPass(self.name, params[f"{self.name}.weight"], params[f"{self.name}.bias"], x)
+
+
+class _ConvPass:
+    def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
+        self.weight_name, self.bias_name = f"{layer}.weight", f"{layer}.bias"
+        self.layer, self.w, self.x = layer, w, x
+        self.z = F.conv2d(x, w, bias, padding=2)
+        self.y, self.winners = F.max_pool2d(self.z, 2, return_indices=True)
+
+    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        self.gz = self._unpooled(gy)
+        gx, weight = _conv_gradients(self.gz, self.x, self.w, inputs, to is not None)
+        if to is not None:
+            to.value(self.weight_name, weight)
+            to.value(self.bias_name, _rows(gy).sum((0, 1)))  # pooling keeps sums: a quarter of the values
+        return gx
+
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        return _ConvPass(self.layer, params[self.weight_name], params[self.bias_name], x)
+
+    def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
+        self.dx, self.dv = dx, None if v is None else v[self.weight_name] * scale  # small beside the activations
+        dz = None if dx is None else F.conv2d(dx, self.w, padding=2)
+        if v is None or self.dv is None:
+            assert dz is not None
+            return self._pooled(dz)
+        along = F.conv2d(self.x, self.dv, v[self.bias_name] * scale, padding=2)
+        return self._pooled(along if dz is None else along.add_(dz))
+
+    def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        dgz = self._unpooled(dgy)
+        dgx, weight = _conv_gradients(dgz, self.x, self.w, inputs, to is not None)
+        if to is not None:
+            if self.dx is not None:
+                weight.add_(_conv_gradients(self.gz, self.dx, self.w, False, True)[1])
+            to.value(self.weight_name, weight)
+            to.value(self.bias_name, _rows(dgy).sum((0, 1)))
+        if inputs and self.dv is not None:
+            dgx.add_(_conv_gradients(self.gz, self.x, self.dv, True, False)[0])
+        return dgx
+
+    def _pooled(self, dz: Tensor) -> Tensor:
+        """The winners' change, with channels last."""
+        samples, channels, height, width = self.winners.shape
+        chosen = _rows(dz).gather(1, _rows(self.winners))
+        return chosen.view(samples, height, width, channels).permute(0, 3, 1, 2)
+
+    def _unpooled(self, gy: Tensor) -> Tensor:
+        return _pool_backward(gy, self.z, [2, 2], [2, 2], [0, 0], [1, 1], False, self.winners)  # type: ignore[no-any-return]
+
+
+def _rows(image: Tensor) -> Tensor:
+    """samples x pixels x channels"""
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _conv_gradients(gz: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor] = _convolution_backward(
+        gz, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
+    )
+    return result[:2]
+
+
+class _PiecewiseLinear(ABC):
+    """A pass without parameters, linear in its input near almost every point: the tangent of `backward` is itself."""
+
+    y: Tensor
+
+    @abstractmethod
+    def __init__(self, x: Tensor) -> None: ...
+
+    @abstractmethod
+    def pull(self, gy: Tensor) -> Tensor:
+        """The input's gradient."""
+
+    @abstractmethod
+    def push(self, dx: Tensor) -> Tensor:
+        """The output's change."""
+
+    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        return self.pull(gy) if inputs else None
+
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        return type(self)(x)
+
+    def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
+        assert dx is not None
+        return self.push(dx)
+
+    def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        return self.pull(dgy) if inputs else None
+
+
+class Relu:
+    def shapes(self) -> Shapes:
+        return {}
+
+    def forward(self, params: State, x: Tensor) -> Pass:
+        return _ReluPass(x)
+
+
+class _ReluPass(_PiecewiseLinear):
+    def __init__(self, x: Tensor) -> None:
+        self.y = x.relu()
+
+    def pull(self, gy: Tensor) -> Tensor:
+        if is_vectorized(gy):
+            return gy.mul_(self.y.sign())  # 1 where the rectifier is open, 0 where it is shut
+        return _threshold_backward(gy, self.y, 0, grad_input=gy)  # type: ignore[no-any-return]
+
+    def push(self, dx: Tensor) -> Tensor:
+        return self.pull(dx)
+
+
+class Flatten:
+    def shapes(self) -> Shapes:
+        return {}
+
+    def forward(self, params: State, x: Tensor) -> Pass:
+        return _FlattenPass(x)
+
+
+class _FlattenPass(_PiecewiseLinear):
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.y = x, x if x.dim() == 2 else x.flatten(1)
+
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+        return self if x is self.x else _FlattenPass(x)  # the same tensor, so that the next layer knows it again
+
+    def pull(self, gy: Tensor) -> Tensor:
+        gx = gy if self.y is self.x else gy.view(self.x.shape)
+        if gx.dim() != 4 or is_vectorized(gx):
+            return gx
+        return gx.contiguous(memory_format=torch.channels_last)
+
+    def push(self, dx: Tensor) -> Tensor:
+        return dx if self.y is self.x else dx.flatten(1)

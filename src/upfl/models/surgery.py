@@ -1,0 +1,52 @@
+"""Models made of other models: what methods need that put a layer of their own into the model they are given.
+
+Each gives None where a model cannot be taken apart so; the training then says why it does not fit (`why_not`).
+"""
+
+from __future__ import annotations
+
+from upfl.models.base import Model
+from upfl.models.layered import Layered, mlp
+from upfl.models.layers import Conv, Flatten, Layer, Linear, Relu
+
+
+def with_head(model: Model, layers: tuple[Layer, ...]) -> Model | None:
+    """The model with other layers in the place of its head, on the same features."""
+    if model.head is None or not isinstance(model, Layered):
+        return None
+    return Layered((*model.layers[:-1], *layers))
+
+
+def embedding(model: Model, size: int) -> Model | None:
+    """An encoder to so many numbers: the convolutions and a linear layer; of an MLP the first hidden layer and one."""
+    if not isinstance(model, Layered):
+        return None
+    layers = model.layers
+    linear = [layer for layer in layers if isinstance(layer, Linear)]
+    if not any(isinstance(layer, Conv) for layer in layers):
+        return mlp(linear[0].inputs, (linear[0].outputs,), size)
+    flat = next(i for i, layer in enumerate(layers) if isinstance(layer, Flatten))
+    return Layered((*layers[: flat + 1], Linear("embedding", linear[0].inputs, size)))
+
+
+def halves(model: Model) -> tuple[Layered, Layered] | None:
+    """A model cut in two after a doubled layer: an encoder of twice as many numbers, and the classifier of one half.
+
+    The doubled layer is the last convolution, or the last linear one but the head. Rectifiers between it and the
+    classifier are left out.
+    """
+    if not isinstance(model, Layered):
+        return None
+    layers = list(model.layers)
+    convolutions = [i for i, layer in enumerate(layers) if isinstance(layer, Conv)]
+    linear = [i for i, layer in enumerate(layers) if isinstance(layer, Linear)]
+    if len(linear) < 2:
+        return None
+    cut = convolutions[-1] if convolutions else linear[-2]
+    doubled = layers[cut]
+    assert isinstance(doubled, Conv | Linear)
+    wide = type(doubled)(doubled.name, doubled.inputs, 2 * doubled.outputs)
+    rest = [i for i in range(cut + 1, len(layers)) if not isinstance(layers[i], Relu)]
+    head = next(i for i in rest if isinstance(layers[i], Linear))
+    between = tuple(layers[i] for i in rest if i < head)
+    return Layered((*layers[:cut], wide, *between)), Layered(tuple(layers[head:]))
