@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from upfl.errors import RunError, UpflError
 
 OWN = {"failures", "tensorboard", "best", "memory", "newcomers", "trials"}  # folders that other parts of upfl write
 MARK = "index.html"  # a folder with this file is a report
+METRICS_PACKED = "metrics.jsonl.xz"  # of a run of which only a summary was kept
+METRICS_LIMIT = 2**28  # bytes that packed metrics may come to
 
 
 Percent = Annotated[float, Field(ge=0, le=100)]
@@ -162,13 +165,27 @@ def _read(path: Path) -> RunData:
     folder = RunFolder.open(path)
     config = folder.config()
     result = _parsed(Result, folder.result(), path / "result.json")
-    rounds = _parsed(tuple[Round, ...], folder.metrics(), path / "metrics.jsonl")
+    packed = path / METRICS_PACKED
+    metrics = _unpacked(packed) if packed.exists() else folder.metrics()
+    rounds = _parsed(tuple[Round, ...], metrics, path / "metrics.jsonl")
     if len(rounds) != result.rounds:
         raise RunError(f"{path}: metrics.jsonl has {len(rounds)} rounds, and result.json says {result.rounds}")
     newcomers = [_newcomers(config, file) for file in sorted(path.glob("newcomers/*.json"))]
     diary = path / "diary.json"
     diaries = _parsed(tuple[DiaryEntry, ...], _json(diary), diary) if diary.exists() else ()
     return RunData(path, config, result, rounds, tuple(folder.sessions()), tuple(newcomers), diaries)
+
+
+def _unpacked(path: Path) -> list[Any]:
+    """The metrics of a summary."""
+    try:
+        with lzma.open(path) as file:
+            content = file.read(METRICS_LIMIT + 1)
+        if len(content) > METRICS_LIMIT:
+            raise ValueError(f"more than {METRICS_LIMIT:,} bytes")
+        return [json.loads(line) for line in content.splitlines()]
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise RunError(f"{path}: damaged ({error})") from error
 
 
 def _newcomers(config: Config, file: Path) -> Newcomers:
