@@ -8,22 +8,25 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.observers import Watching
 from tests.plugin_methods import FAULTS, PLUGIN, Said, assert_same, entered, eventually, result, small, upfl
 from upfl import api
 from upfl.config import Config
-from upfl.data.partition import default_partition
-from upfl.engine.rounds import one_thread
+from upfl.engine.rounds import Observer, one_thread
 from upfl.environment import commit
 from upfl.errors import ConfigError
-from upfl.experiments.definitions import EXPERIMENTS, SEEDS, TABLE_1
+from upfl.experiments import runner
+from upfl.experiments.definitions import EXPERIMENTS
 from upfl.experiments.diary import write_diary
 from upfl.experiments.newcomers import newcomers_file, score_newcomers
-from upfl.experiments.plan import plan
+from upfl.experiments.plan import Job, plan
 from upfl.personalize.fedtta import EarlyStopped, EarlyStoppedHyper, OneStep, OneStepHyper
 from upfl.personalize.tent import Tent, TentHyper
 
@@ -58,50 +61,6 @@ def experiment(out: Path, name: str, methods: str, *more: str | Path) -> Said:
     return upfl("experiment", name, "--methods", methods, "--out", out, *SCALE, *more)
 
 
-# The plan
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-@pytest.mark.parametrize("profile", SEEDS)
-def test_every_experiment_can_be_planned_at_every_scale(name: str, profile: str) -> None:
-    jobs = plan(EXPERIMENTS[name], profile=profile)
-    assert jobs
-    assert len({job.name for job in jobs}) == len(jobs)
-    assert {job.config.profile for job in jobs} == {profile}
-    assert {row for job in jobs for row in job.rows} == set(EXPERIMENTS[name].rows)
-
-
-def test_the_fourteen_rows_of_table_1_cost_eleven_trainings() -> None:
-    jobs = plan(EXPERIMENTS["overall"], datasets=["mnist"], seeds=[0])
-    assert len(jobs) == 11
-    assert sorted(row for job in jobs for row in job.rows) == sorted(TABLE_1)
-    assert {job.config.partition == default_partition("mnist") for job in jobs} == {True}
-    assert {job.config.rounds for job in jobs} == {200}
-
-
-def test_seeds_and_partitions_multiply_the_trainings() -> None:
-    jobs = plan(
-        EXPERIMENTS["overall"], datasets=["mnist", "digits"], methods=["tent"], seeds=[0, 3], partition_seeds=[1, 2]
-    )
-    assert {(job.config.dataset, job.config.seed, job.config.partition_seed) for job in jobs} == {
-        (dataset, seed, partition) for dataset in ("mnist", "digits") for seed in (0, 3) for partition in (1, 2)
-    }
-
-
-def test_distribution_shift_trains_once_for_all_new_clients() -> None:
-    jobs = plan(EXPERIMENTS["distribution-shift"], seeds=[0])
-    assert len(jobs) == 11
-    (partition,) = {job.config.partition for job in jobs}
-    assert (partition.kind, partition.clients, partition.alpha_training) == ("dirichlet", 100, 0.1)
-    alphas = {partition.alpha_new, *(changes["alpha_new"] for changes in jobs[0].newcomers)}
-    assert alphas == {0.01, 0.03, 0.05, 0.1, 0.3, 0.5}
-
-
-def test_any_pair_of_training_and_personalizer_is_a_row() -> None:
-    (job,) = plan(EXPERIMENTS["overall"], datasets=["digits"], methods=["scaffold+tent", "scaffold"], seeds=[0])
-    assert job.rows == ["scaffold", "scaffold+tent"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -126,12 +85,44 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing_behind(tmp_path: Path)
     assert said.code == 0
     assert "6 rows from 4 trainings" in said.out
     assert "digits-fedavg-s1-p0" in said.out
+    assert "Measured" not in said.out
+    said = experiment(tmp_path / "out", "overall", "fedavg,tent", "--forecast")
+    assert said.code == 0
     assert "about" in said.out
     assert "Measured" in said.out
     assert list(tmp_path.iterdir()) == []
 
 
 # Running
+
+
+def test_what_does_not_fit_into_the_hours_is_listed_and_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = plan(EXPERIMENTS["overall"], datasets=["digits"], methods=["fedavg", "fedtta"], seeds=[0], profile="smoke")
+    runner.prepare([EXPERIMENTS["overall"]], jobs, tmp_path / "out")
+
+    def watch(job: Job) -> AbstractContextManager[Observer]:
+        return nullcontext(Watching())
+
+    with monkeypatch.context() as clock:  # every look at it takes a second
+        clock.setattr("upfl.experiments.runner.time.monotonic", count().__next__)
+        outcomes = list(runner.run(jobs, tmp_path / "out", 1, watch, seconds=1.5))
+    assert [outcome.state for outcome in outcomes] == ["begun", "not begun"]
+    assert len(api.Run(tmp_path / "out" / jobs[0].name).metrics) == 1
+    forecast = {job.name: 60.0 for job in jobs}
+    late = runner.run(jobs, tmp_path / "out", 1, watch, forecast, seconds=30)
+    assert [outcome.state for outcome in late] == ["not begun", "not begun"]
+    assert [outcome.state for outcome in runner.run(jobs[:1], tmp_path / "out", 1, watch)] == ["done"]
+    whole = api.train(jobs[0].config, tmp_path / "whole", workers=1)
+    assert api.Run(tmp_path / "out" / jobs[0].name).result == whole.result
+
+
+def test_a_campaign_lists_what_did_not_fit(tmp_path: Path) -> None:
+    said = experiment(tmp_path / "out", "overall", "fedavg,fedtta", "--hours", "0")
+    assert said.code == 0
+    assert "2 did not fit into 0 hours" in said.out
+    assert "digits-fedtta-s0-p0 (not begun), about" in said.out
 
 
 def test_rows_that_share_a_training_are_trained_once_and_done_ones_are_skipped(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 PROFILES: dict[str, dict[str, Any]] = {
     "paper": {"evaluate_every": 5},
+    "study": {"rounds": 300, "clients_per_round": 20, "evaluate_every": 20, "model": {"width": 0.5}},
     "lite": {"rounds": 40, "clients_per_round": 20, "evaluate_every": 10, "model": {"width": 0.5}},
     "smoke": {
         "rounds": 3,
@@ -160,7 +161,12 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
 }
 
-PUBLIC = {"paper": 0.1, "lite": 0.1, "smoke": 0.01}  # the public set that clients with different models share
+PUBLIC = {
+    "paper": 0.1,
+    "study": 0.1,
+    "lite": 0.1,
+    "smoke": 0.01,
+}  # the public set that clients with different models share
 
 
 def configure(

@@ -103,7 +103,7 @@ EXPERIMENTS = {
             "the figure of learning curves",
             ("mnist", "cifar10", "femnist", "cifar100", "fashion_mnist"),
             TABLE_1,
-            evaluate_every={"paper": 5, "lite": 2, "smoke": 1},
+            evaluate_every={"paper": 5, "study": 10, "lite": 2, "smoke": 1},
         ),
         Experiment(
             "adaptation-diary",
@@ -115,7 +115,7 @@ EXPERIMENTS = {
         ),
     )
 }
-SEEDS = {"paper": (0, 1, 2), "lite": (0,), "smoke": (0,)}
+SEEDS = {"paper": (0, 1, 2), "study": (0,), "lite": (0,), "smoke": (0,)}
 
 
 def experiment(name: str) -> Experiment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -67,6 +67,26 @@ def plan(
                 )
                 jobs.append(Job(name, config, _other_newcomers(experiment, config), experiment.diary_steps))
     return jobs
+
+
+def campaign(plans: Mapping[str, Sequence[Job]]) -> list[Job]:
+    """The trainings of several experiments, each once: what two of them train alike is scored for both."""
+    jobs: dict[str, Job] = {}  # by what is trained
+    for experiment, planned in plans.items():
+        for job in planned:
+            trained = job.config.model_dump_json(exclude={"method", "personalize"})
+            if (first := jobs.get(trained)) is not None:
+                rows = {**first.config.personalize, **job.config.personalize}
+                newcomers = (*first.newcomers, *(new for new in job.newcomers if new not in first.newcomers))
+                config = first.config.model_copy(update={"personalize": rows})
+                jobs[trained] = replace(
+                    first, config=config, newcomers=newcomers, diary_steps=max(first.diary_steps, job.diary_steps)
+                )
+            elif any(job.name == other.name for other in jobs.values()):
+                jobs[trained] = replace(job, name=f"{experiment}-{job.name}")
+            else:
+                jobs[trained] = job
+    return list(jobs.values())
 
 
 def _by_training(names: Iterable[str]) -> dict[str, dict[str, str]]:

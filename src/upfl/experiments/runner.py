@@ -1,23 +1,25 @@
-"""Run the trainings of an experiment in one folder, so that it can be stopped at any time and started again.
+"""Run the trainings of one experiment or several in one folder, to be stopped at any time and started again.
 
     FOLDER/experiment.toml        what the experiment is
     FOLDER/NAME/                  a run folder for each training
     FOLDER/failures/NAME.txt      why a training failed, until it succeeds
 
 What is finished is not done again, what was begun goes on from its checkpoint, and what fails is reported without
-keeping the others from running.
+keeping the others from running. With a time limit, a training that would not end in time is not begun, and one that
+is under way stops after a round.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 
@@ -38,17 +40,18 @@ Watch = Callable[[Job], AbstractContextManager[Observer]]
 @dataclass(frozen=True)
 class Outcome:
     job: Job
-    state: Literal["done", "was done", "failed"]
+    state: Literal["done", "was done", "failed", "begun", "not begun"]
     error: str = ""
 
 
-def prepare(experiment: Experiment, jobs: Sequence[Job], folder: Path) -> None:
-    """Describe the experiment in its folder; what lies there already must belong to it."""
+def prepare(experiments: Sequence[Experiment], jobs: Sequence[Job], folder: Path) -> None:
+    """Describe the experiments in their folder; what lies there already must belong to them."""
+    names = [experiment.name for experiment in experiments]
     description = folder / "experiment.toml"
     runs: dict[str, list[str]] = {}
     if description.exists():
         found = read_toml(description)
-        if found.get("name") != experiment.name:
+        if not set(str(found.get("name")).split(",")) <= set(names):
             raise RunError(f"{folder}: holds the experiment {found.get('name')!r}; choose another --out")
         runs = dict(found.get("runs", {}))
     for job in jobs:
@@ -56,25 +59,58 @@ def prepare(experiment: Experiment, jobs: Sequence[Job], folder: Path) -> None:
             _check_same(RunFolder.open(folder / job.name).config(), job.config, folder / job.name)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
-        "name": experiment.name,
-        "title": experiment.title,
-        "paper": experiment.paper,
+        "name": ",".join(names),
+        "title": "; ".join(experiment.title for experiment in experiments),
+        "paper": "; ".join(experiment.paper for experiment in experiments),
         "runs": runs | {job.name: job.rows for job in jobs},
     }
     write_file(description, tomli_w.dumps(content).encode())
 
 
-def run(jobs: Sequence[Job], folder: Path, workers: int | None, watch: Watch) -> Iterator[Outcome]:
-    """Run what is not done yet, one training after the other; yields what became of each."""
+class _OutOfTimeError(Exception):
+    """The time limit has passed."""
+
+
+class _Until:
+    """An observer that ends a training after the round in which its time is up."""
+
+    def __init__(self, observer: Observer, end: float) -> None:
+        self._observer, self._end = observer, end
+        self.begin, self.note, self.stage = observer.begin, observer.note, observer.stage
+
+    def round(self, metrics: dict[str, Any]) -> None:
+        self._observer.round(metrics)
+        if time.monotonic() > self._end:
+            raise _OutOfTimeError
+
+
+def run(
+    jobs: Sequence[Job],
+    folder: Path,
+    workers: int | None,
+    watch: Watch,
+    forecast: Mapping[str, float] | None = None,
+    seconds: float = math.inf,
+) -> Iterator[Outcome]:
+    """Run what is not done yet, one training after the other; yields what became of each.
+
+    Within so many seconds: by a forecast for each job's name, what would not end in time is not begun.
+    """
+    end = time.monotonic() + seconds
     for job in jobs:
         failure = folder / "failures" / f"{job.name}.txt"
         if _complete(job, folder / job.name):
             failure.unlink(missing_ok=True)
             yield Outcome(job, "was done")
             continue
+        if time.monotonic() + (forecast or {}).get(job.name, 0.0) > end:
+            yield Outcome(job, "not begun")
+            continue
         try:
             with watch(job) as observer:
-                _run(job, folder / job.name, workers, observer)
+                _run(job, folder / job.name, workers, _Until(observer, end))
+        except _OutOfTimeError:
+            yield Outcome(job, "begun")
         except Exception as error:
             failure.parent.mkdir(exist_ok=True)
             expected = isinstance(error, UpflError)
@@ -131,13 +167,30 @@ class Estimate:
 TRIAL_ROUNDS = 2  # the second one counts: the first one warms caches up
 
 
-def estimate(jobs: Sequence[Job], workers: int | None) -> list[Estimate]:
-    """Measure each kind of training once, on a few clients, and scale to all clients, rounds and evaluations."""
+def estimate(jobs: Sequence[Job], workers: int | None, folder: Path | None = None) -> Iterator[Estimate]:
+    """Measure each kind of training once, on a few clients, and scale to all clients, rounds and evaluations.
+
+    Of what was begun in a folder, the rest counts.
+    """
     measured: dict[str, float] = {}
     for job in jobs:
+        if folder and _complete(job, folder / job.name):
+            yield Estimate(job, 0.0)
+            continue
         if (cost := _cost(job.config)) not in measured:
             measured[cost] = _trial(job, workers)
-    return [Estimate(job, measured[_cost(job.config)]) for job in jobs]
+        yield Estimate(job, measured[cost] * (1 - _rounds_done(job, folder) / job.config.rounds))
+
+
+def longest_first(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """The order in which a limited time is used best: short trainings fill what long ones leave."""
+    return sorted(estimates, key=lambda one: -one.seconds)
+
+
+def _rounds_done(job: Job, folder: Path | None) -> int:
+    if folder is None or not (folder / job.name / "config.toml").exists():
+        return 0
+    return min(len(RunFolder.open(folder / job.name).metrics()), job.config.rounds - 1)
 
 
 def _cost(config: Config) -> str:
