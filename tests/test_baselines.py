@@ -1,6 +1,6 @@
 """The paper's eight other baselines against hand-solved problems, plain autograd and exact arithmetic.
 
-What every training has to keep to (bits, workers, resume, memory) is in `test_conformance.py`; here is what each of
+What every training has to keep to (bits, workers, resume, memory) is in `conformance/`; here is what each of
 them has to be.
 """
 
@@ -44,7 +44,7 @@ from tests.reference import (
     leaves,
     norm,
 )
-from tests.test_conformance import Interrupter, Outcome, StopError, assert_same, assert_same_bits, outcome, ran
+from tests.runs import Interrupter, Outcome, StopError, assert_same, assert_same_bits, outcome, ran
 from upfl import api, data
 from upfl.cli.methods import methods as show_methods
 from upfl.cli.runs import show_runs

@@ -19,8 +19,8 @@ from scipy.optimize import minimize
 from scipy.special import gammaln
 from torch import Tensor
 
+from tests.runs import VirtualGroup, by_virtual_workers
 from tests.synthetic import Floats, World, draw, even, pairs, world
-from tests.test_conformance import VirtualGroup, by_virtual_workers
 from upfl.contract import FOLDS, CrossFitted, Unlabelled
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import evaluate

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.shifted import shifted
 from upfl import state
 from upfl.engine.folder import _save_state, read_state
 from upfl.randomness import generator
@@ -76,14 +77,6 @@ def test_a_norm_is_that_of_all_values_together(size: int) -> None:
     ]
     expected = sum(float(part.double().square().sum()) for part in parts) ** 0.5
     assert float(norm(parts)) == pytest.approx(expected, rel=1e-6)
-
-
-def shifted(value: Tensor) -> Tensor:
-    """The same values in the same layout, four bytes beyond a boundary."""
-    room = torch.empty(value.untyped_storage().nbytes() // 4 + 1)
-    moved = torch.as_strided(room, value.shape, value.stride(), 1).copy_(value)
-    assert moved.data_ptr() % ALIGNMENT == 4
-    return moved
 
 
 @pytest.mark.parametrize("layout", ["plain", "channels last"])

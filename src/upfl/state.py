@@ -1,6 +1,6 @@
 """State: a flat dict of named tensors. One safetensors file, one message, one sum."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,25 @@ def aligned(value: Tensor) -> Tensor:
 
 def all_aligned(state: Mapping[str, Tensor]) -> State:
     return {name: aligned(value) for name, value in state.items()}
+
+
+class AlignedStates(Sequence[State]):
+    """States that are read or made when they are asked for, aligned then."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states: Sequence[State] = states._states if isinstance(states, AlignedStates) else states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, index: Any) -> Any:
+        return all_aligned(self._states[index])
+
+
+def set_first(frozen: Any, **fields: Any) -> None:
+    """Give fields of a frozen object other values than it was made with; for `__post_init__` alone."""
+    for name, value in fields.items():
+        object.__setattr__(frozen, name, value)
 
 
 def to_device(state: State, device: torch.device) -> State:

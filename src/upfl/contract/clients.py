@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from upfl.randomness import generator
-from upfl.state import State
+from upfl.state import State, aligned, all_aligned, set_first
 
 Split = Literal["train", "validation", "public"]
 
@@ -24,6 +24,11 @@ class Batch:
     mask: Tensor | None = None
     noise: State = field(default_factory=dict)  # what the phase asked for, a row for each sample
     index: Tensor | None = None  # the samples' places in their split
+
+    def __post_init__(self) -> None:
+        set_first(self, x=aligned(self.x), mask=None if self.mask is None else aligned(self.mask))
+        if self.noise:
+            set_first(self, noise=all_aligned(self.noise))
 
     def weight(self) -> Tensor:
         """Each sample's weight in a mean over the batch."""
@@ -67,6 +72,9 @@ class Unlabelled:
     x: Tensor
     seed: int = 0
     architecture: str = ""
+
+    def __post_init__(self) -> None:
+        set_first(self, x=aligned(self.x))
 
     def generator(self, purpose: str) -> torch.Generator:
         return generator(self.seed, "personalize", self.id, purpose)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from upfl.contract.training import Training
-from upfl.state import State
+from upfl.state import AlignedStates, State, aligned, set_first
 
 CHUNK = 256  # samples that pass through a model at once; bounds memory, and keeps activations near the cache
 
@@ -48,6 +48,9 @@ class Predictor:
     temperature: float = 1.0
     bias: Tensor | None = None  # one value for each class
 
+    def __post_init__(self) -> None:
+        set_first(self, params=AlignedStates(self.params))
+
     def logits(self, x: Tensor) -> Tensor:
         total = all_logits(self.training.logits, self.params[0], x)
         for i in range(1, len(self.params)):
@@ -78,7 +81,7 @@ class Personalized:
 
 def chunks(x: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
     for start in range(0, len(x), size):
-        yield x[start : start + size]
+        yield aligned(x[start : start + size])
 
 
 def all_logits(logits: Callable[[State, Tensor], Tensor], params: State, x: Tensor) -> Tensor:

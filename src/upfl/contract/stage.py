@@ -13,6 +13,9 @@ out changes neither the sum nor its memory.
 `step` does no I/O, keeps no state of its own and has no Python branch that depends on data or on the round, so it can
 be vectorized over clients, and recorded. It may change the tensors of the carry in place: `begin` makes them the
 client's own.
+
+What these functions and personalizers receive is aligned (`state.aligned`): `Batch`, `Unlabelled` and `Published` see
+to it, the engine does for the server's state, memories and carries.
 """
 
 from __future__ import annotations

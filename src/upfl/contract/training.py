@@ -12,7 +12,7 @@ from torch import Tensor
 from upfl.contract.clients import Unlabelled
 from upfl.contract.stage import H, Stage
 from upfl.models import Model
-from upfl.state import State, byte_size
+from upfl.state import AlignedStates, State, all_aligned, byte_size, set_first
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Published:
     round: int
     members: Sequence[State] = ()
     fitted: State = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        state, fitted = all_aligned(self.state), all_aligned(self.fitted)
+        set_first(self, state=state, fitted=fitted, members=AlignedStates(self.members))
 
 
 class Training(Stage[H]):

@@ -14,7 +14,7 @@ from upfl.data.federation import ROLES, Federation, Role
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.group import Group
-from upfl.state import State
+from upfl.state import State, all_aligned
 
 # A score's name, whose it is, and its column in their counts.
 SCORES: tuple[tuple[str, Role, int], ...] = (
@@ -79,7 +79,9 @@ def evaluate(
             indices = federation.training.validation(i)
             if len(indices):
                 client = validation_client(federation, inputs, seed, i)
-                personalized = personalizer.personalize(given.without(i), client, memory(i))
+                own = memory(i)
+                own = None if own is None else all_aligned(own)
+                personalized = personalizer.personalize(given.without(i), client, own)
                 training[i] = count_correct(personalized, inputs.y(indices))
         else:
             personalized = personalizer.personalize(given.published, newcomer(federation, inputs, seed, i))

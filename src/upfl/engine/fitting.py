@@ -17,7 +17,7 @@ from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import BadClientError, ConfigError, StoppedError
 from upfl.randomness import generator
-from upfl.state import State
+from upfl.state import State, all_aligned
 
 
 def fit_needs(
@@ -78,7 +78,8 @@ def clients_of(kind: type[Fit], federation: Federation, limit: int | None = None
 
 def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:
     """A client's part in a round of a fit: what goes up, what it keeps."""
-    carry = fit.begin(server, memory, client)
+    server = all_aligned(server)
+    carry = all_aligned(fit.begin(server, all_aligned(memory), client))
     for phase in fit.phases(client.round):
         for batch in client.phase(phase):
             carry, _ = phase.step(carry, batch, client.round)

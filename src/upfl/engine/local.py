@@ -19,7 +19,7 @@ from upfl.contract import Batch, Training
 from upfl.engine.clients import LocalClient
 from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
-from upfl.state import State
+from upfl.state import State, all_aligned
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
 
@@ -42,7 +42,11 @@ def train_clients(
     steps: Steps = as_written,
 ) -> list[tuple[Mapping[str, Tensor], State] | BadClientError]:
     """The same for several clients, side by side; in a client's place the reason why it is left out."""
-    carries = [training.begin(server, memory, client) for memory, client in zip(memories, clients, strict=True)]
+    server = all_aligned(server)
+    carries = [
+        all_aligned(training.begin(server, all_aligned(memory), client))
+        for memory, client in zip(memories, clients, strict=True)
+    ]
     round = clients[0].round
     if len(clients) > 1:
         trained = train_together(training, carries, clients, round)
@@ -96,7 +100,9 @@ def train_together(
             carry, loss = vmap(step)(carry, batch.x, batch.y, batch.mask, batch.noise)  # type: ignore[arg-type]
             losses += loss.detach().cpu()
             steps += 1
-    return [({name: value[i] for name, value in carry.items()}, losses[i] / steps) for i in range(len(clients))]
+    return [
+        (all_aligned({name: value[i] for name, value in carry.items()}), losses[i] / steps) for i in range(len(clients))
+    ]
 
 
 def stacked(states: Sequence[State]) -> State:

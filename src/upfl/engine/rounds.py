@@ -29,7 +29,7 @@ from upfl.environment import environment
 from upfl.errors import BadClientError, ConfigError, RunError, StoppedError
 from upfl.methods import make_personalizer, make_training, personalizer_class, row_name, training_class
 from upfl.randomness import generator
-from upfl.state import State
+from upfl.state import State, all_aligned
 
 LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
 
@@ -121,7 +121,7 @@ class Engine:
                 + "A lower learning rate is the usual cure"
             )
         received = self.training.bytes_down(progress.server, round)
-        progress.server = self.training.aggregate(progress.server, total, round)
+        progress.server = all_aligned(self.training.aggregate(progress.server, total, round))
         progress.round = round + 1
         progress.left_out += len(left_out)
         self._commit_memory([client for client in participants if client not in left_out], round)
@@ -189,7 +189,7 @@ class Engine:
         version = int(self.progress.memory_rounds[id])
         if version >= 0:
             return self.folder.load_memory(id, version, self.device)
-        return self.training.memory(self._client(id, 0))
+        return all_aligned(self.training.memory(self._client(id, 0)))
 
     def _commit_memory(self, counted: list[int], round: int) -> None:
         if not self.training.remembers:

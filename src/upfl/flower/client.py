@@ -36,7 +36,7 @@ from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node, Terms, named_federation, node_federation
 from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.methods import load_plugins
-from upfl.state import State, select
+from upfl.state import State, all_aligned, select
 
 Handler = Callable[[Message, Context], RecordDict]
 
@@ -193,7 +193,7 @@ class TrainingNode:
             return {}
         version = int(self.facts["memory"])
         memory = self.training.memory(self.client(0)) if version < 0 else self.store.load(version)
-        return {name: value.to(self.device) for name, value in memory.items()}
+        return all_aligned({name: value.to(self.device) for name, value in memory.items()})
 
 
 class ContextMemory:

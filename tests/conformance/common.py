@@ -1,0 +1,195 @@
+"""The table of trainings and personalizers under test, and what the checks of the contract are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runs import Outcome, ran
+from upfl.config import Config, configure
+from upfl.contract import Client, CrossFitted, Personalizer, Published, Task, Training, Unlabelled
+from upfl.data import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
+from upfl.engine.fold import FixedPointSum
+from upfl.methods import PERSONALIZERS, TRAININGS
+from upfl.models import mlp
+from upfl.personalize.calibration import Correction
+from upfl.state import State, prefixed, select
+from upfl.training.fedavg import FedAvg
+
+CPU = torch.device("cpu")
+ROUNDS = 4
+CLIENTS = 6  # of each kind
+
+
+class Remembering(FedAvg):
+    """FedAvg whose clients keep a last layer of their own and count the rounds they took part in."""
+
+    name = "remembering"
+    title = "Remembering"
+    remembers = True
+
+    def memory(self, client: Client) -> State:
+        fresh = prefixed("psi", self.model.init(client.generator("head")))
+        return {name: fresh[name] for name in self._own()} | {"rounds": torch.tensor(0)}
+
+    def begin(self, server: State, memory: State, client: Client) -> State:
+        own = {name: value.clone() for name, value in memory.items()}
+        return super().begin(server, {}, client) | own
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        up, _ = super().finish(server, carry, client)
+        memory = {name: carry[name].contiguous() for name in self._own()}
+        return up | {"taking_part": torch.tensor(1)}, memory | {"rounds": carry["rounds"] + 1}
+
+    def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
+        own = {name: memory[name] for name in self._own()} if memory else {}
+        return super().start(published, client, memory) | select(own, "psi")
+
+    def _own(self) -> list[str]:
+        return [f"psi.{self.model.head}.{kind}" for kind in ("weight", "bias")]
+
+
+KINDS: dict[str, type[Training[Any]]] = TRAININGS | {Remembering.name: Remembering}
+
+
+def corrects(personalizer: str) -> bool:
+    return issubclass(PERSONALIZERS[personalizer], Correction)
+
+
+def _is_fitted(personalizer: str) -> bool:
+    return PERSONALIZERS[personalizer].needs is not Personalizer.needs
+
+
+def _table() -> dict[str, list[str]]:
+    """Every training, with the personalizers that fit it."""
+    fitting = {}
+    for name, kind in KINDS.items():
+        task = Task(mlp(64, (16, 16), 10), 10, CLIENTS, public=torch.zeros(20, 1, 8, 8))
+        training = kind(task, kind.Hyper())
+        fitting[name] = [key for key, personalizer in PERSONALIZERS.items() if personalizer.why_not(training) is None]
+    return fitting
+
+
+TABLE = _table()
+# Corrections see predictions only, so that one training meets all of them here; `make test-all` has every pair.
+TOGETHER = {
+    name: [key for key in fitting if name == "fedavg" or key == "label-shift" or not corrects(key)]
+    for name, fitting in TABLE.items()
+}
+# What whole runs are scored under. Fits over the training clients take longer than the runs: they are made where
+# clients all begin alike, where each begins from its memory, and where they differ in architecture and are guided.
+SCORED = {
+    name: [key for key in paired if name in ("fedavg", Remembering.name, "hetero-fedtta") or not _is_fitted(key)]
+    for name, paired in TOGETHER.items()
+}
+of_every_training = pytest.mark.parametrize("name", KINDS)
+of_remembering_trainings = pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.remembers])
+of_every_pair = pytest.mark.parametrize(
+    ("name", "personalizer"),
+    [
+        pytest.param(name, personalizer, marks=[] if personalizer in TOGETHER[name] else pytest.mark.full)
+        for name, fitting in TABLE.items()
+        for personalizer in fitting
+    ],
+)
+
+
+def config_of(name: str, **options: Any) -> Config:
+    """A run of a second or a few: digits, six clients of each kind, scored as `SCORED` says.
+
+    Some gradients are clipped: their norm is where an order of tensors would show in the bits.
+    """
+    small = {
+        "iterations": 3,
+        "batch_size": 16,
+        "clip": 0.3,
+        "digest_epochs": 2,
+        "digest_batch": 10,
+        "newcomer_epochs": 2,
+    }
+    settings = [f"{key}={value}" for key, value in small.items() if key in TRAININGS[name].Hyper.model_fields]
+    scale: dict[str, Any] = {
+        "rounds": ROUNDS,
+        "clients_per_round": 4,
+        "evaluate_every": 2,
+        "evaluate_clients": 3,
+        "model": {"hidden": 16},
+        "partition": {"clients": 2 * CLIENTS},
+    }
+    scale |= {"score": SCORED[name]} | options
+    return configure(name, "digits", profile="smoke", settings=settings, **scale)
+
+
+def train_one(training: Training[Any], server: State, memory: State, client: LocalClient) -> tuple[State, State]:
+    """A client's round by the contract: what goes up, what the client keeps."""
+    carry = training.begin(server, memory, client)
+    with torch.no_grad():
+        for phase in training.phases(client.round):
+            for batch in client.phase(phase):
+                carry, loss = phase.step(carry, batch, client.round)
+                assert loss.dim() == 0
+                assert loss.isfinite()
+        up, kept = training.finish(server, carry, client)
+        return dict(up), kept
+
+
+def folded(training: Training[Any], server: State, clients: Iterable[LocalClient]) -> FixedPointSum:
+    """The sum of what clients send in their first round."""
+    ups = [train_one(training, server, training.memory(client), client)[0] for client in clients]
+    total = FixedPointSum(ups[0], len(ups), training.scales)
+    for up in ups:
+        total.add(up)
+    return total
+
+
+def snapshot(state: State) -> State:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def assert_storable(state: State) -> None:
+    """Contiguous; floating-point values single precision and finite."""
+    for name, value in state.items():
+        assert value.is_contiguous(), name
+        assert not value.requires_grad, name
+        if value.is_floating_point():
+            assert value.dtype == torch.float32, name
+            assert value.isfinite().all(), name
+        else:
+            assert value.dtype == torch.int64, name
+
+
+@dataclass(frozen=True)
+class Parts:
+    config: Config
+    federation: Federation
+    inputs: Inputs
+    training: Training[Any]
+    personalizers: dict[str, Personalizer[Any]]
+    server: State
+    given: CrossFitted
+
+    def client(self, id: int, round: int = 0) -> LocalClient:
+        return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
+
+    @property
+    def published(self) -> Published:
+        return self.given.published
+
+    def memory(self, id: int) -> State | None:
+        return self.training.memory(self.client(id)) if self.training.remembers else None
+
+
+_straight: dict[str, Outcome] = {}
+
+
+def straight(name: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that others are compared with, made once in a process."""
+    if name not in _straight:
+        _straight[name] = ran(config_of(name), tmp_path_factory.mktemp("straight") / "run")
+    return _straight[name]

@@ -1,0 +1,252 @@
+"""Runs of every training: the same bits for any number of workers and after a stop, and clients that go wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.conformance.common import (
+    CLIENTS,
+    CPU,
+    KINDS,
+    ROUNDS,
+    SCORED,
+    Parts,
+    Remembering,
+    config_of,
+    folded,
+    of_every_training,
+    straight,
+    train_one,
+)
+from tests.runs import (
+    Interrupter,
+    StopError,
+    assert_same,
+    assert_same_bits,
+    begun,
+    outcome,
+    ran,
+    ran_by_workers,
+)
+from upfl.contract import Client
+from upfl.data import Source
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
+from upfl.engine.folder import RunFolder
+from upfl.engine.group import Group
+from upfl.engine.rounds import Engine, assemble
+from upfl.errors import RunError
+from upfl.models import mlp
+from upfl.randomness import generator
+from upfl.state import State, byte_size
+
+
+@of_every_training
+def test_the_same_seed_gives_the_same_bits(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    reference = straight(name, tmp_path_factory)
+    assert len(reference.metrics) == ROUNDS
+    assert all(math.isfinite(line["loss"]) for line in reference.metrics)
+    assert len(reference.metrics[-1]["rows"]) == len(reference.result["rows"]) == len(SCORED[name])
+    assert any(file.startswith("memory/") for file in reference.tensors) == KINDS[name].remembers
+    assert_same(ran(config_of(name), tmp_path / "run"), reference)
+
+
+@of_every_training
+def test_another_seed_gives_other_bits(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    first, other = straight(name, tmp_path_factory), ran(config_of(name, seed=1), tmp_path / "run")
+    assert [line["loss"] for line in first.metrics] != [line["loss"] for line in other.metrics]
+    moving = [key for key, value in first.server.items() if value.is_floating_point()]
+    assert not any(torch.equal(first.server[key], other.server[key]) for key in moving)
+
+
+@of_every_training
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_any_number_of_workers_gives_the_same_bits(
+    name: str, size: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert_same(ran_by_workers(config_of(name), tmp_path / "run", size), straight(name, tmp_path_factory))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_workers_shares_are_all_the_items_and_nothing_twice(size: int) -> None:
+    items = list(range(10))
+    for cost in (None, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]):
+        shares = [Group(rank, size).share(items, cost) for rank in range(size)]
+        assert sorted(item for share in shares for item in share) == items
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@of_every_training
+@pytest.mark.parametrize(
+    ("what", "number", "checkpoint_every"),
+    [
+        ("scoring", -1, 1),
+        ("round", 3, 2),
+        pytest.param("scoring", 1, 1, marks=pytest.mark.full),
+        pytest.param("round", 1, 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
+    name: str, what: str, number: int, checkpoint_every: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """-1: the last scoring, when the last round's training and memories are done and nothing of it is committed."""
+    config = config_of(name, checkpoint_every=checkpoint_every)
+    folder = RunFolder.create(tmp_path / "run", config)
+    stage = 2 * len(SCORED[name]) if number < 0 else number
+    with pytest.raises(StopError):
+        Engine(folder, Group()).run(Interrupter(what, stage))
+    assert not folder.finished
+    with pytest.raises(StopError):  # and once more: the first stage after the resumption
+        Engine(folder, Group()).run(Interrupter("training", 1))
+    Engine(folder, Group()).run()
+    assert_same(outcome(folder), straight(name, tmp_path_factory))
+
+
+@of_every_training
+def test_two_rounds_and_two_more_are_four(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = config_of(name)
+    folder = RunFolder.create(tmp_path / "run", config)
+    Engine(folder, Group(), config.model_copy(update={"rounds": 2})).run()
+    Engine(folder, Group()).run()
+    assert_same(outcome(folder), straight(name, tmp_path_factory))
+
+
+@of_every_training
+def test_bytes_sent_in_a_round_are_those_of_the_tensors(
+    name: str, parts: Parts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of what a client really sends, in its own types; where a training counts otherwise, the next test has it."""
+    training, client = parts.training, parts.client(1)
+    up, _ = train_one(training, parts.server, training.memory(client), client)
+    reference = straight(name, tmp_path_factory)
+    for line in reference.metrics:
+        down = training.bytes_down(parts.server, line["round"] - 1)
+        assert line["bytes_down"] == 4 * down  # participants
+        if name != "odpfl-hn":
+            assert line["bytes_up"] == line["clients"] * byte_size(up)
+            assert down == (byte_size(parts.server) if line["round"] > 1 or not training.heterogeneous else 0)
+    for sent in ("bytes_up", "bytes_down"):
+        assert reference.result[sent] == sum(line[sent] for line in reference.metrics)
+
+
+@pytest.mark.parametrize(
+    ("name", "up", "down"),
+    [
+        ("fedavg", 1, 1),
+        ("scaffold", 2, 2),  # with the control variates
+        ("fedgma", 1.25, 1),  # with signs of one byte
+        ("odpfl-hn", 1, 1),  # and the encoder's: the hypernetwork stays at the server
+        ("hetero-fedtta", 0, 0),  # logits on the public set alone
+    ],
+)
+def test_a_client_sends_and_receives_so_many_models(
+    name: str, up: float, down: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config, line = config_of(name), straight(name, tmp_path_factory).metrics[-1]
+    training = assemble(config, CPU)[2]
+    model, weight = 4 * mlp(64, (16, 16), 10).size, 4
+    beside = {
+        "odpfl-hn": 4 * (mlp(64, (16,), 32).size + 32),
+        "hetero-fedtta": 4 * 2 * 10 * round(config.partition.public * 1797),
+    }.get(name, 0)
+    assert line["bytes_up"] / line["clients"] == up * model + beside + weight
+    assert line["bytes_down"] / 4 == down * model + beside
+    assert training.model.size * 4 == model
+
+
+class Poisoned(Inputs):
+    """Inputs of which some samples are not numbers."""
+
+    def __init__(self, source: Source, bad: NDArray[np.int64]) -> None:
+        super().__init__(source)
+        self.bad = bad
+
+    def x(self, indices: NDArray[np.int64], angle: float = 0.0) -> Tensor:
+        x = super().x(indices, angle)
+        x[torch.from_numpy(np.isin(indices, self.bad))] = math.nan
+        return x
+
+
+def spoil_data(engine: Engine, clients: Iterable[int]) -> None:
+    bad = np.concatenate([engine.federation.training.train(client) for client in clients])
+    engine.inputs = Poisoned(engine.federation.source, bad)
+
+
+def spoil_upload(engine: Engine, clients: Iterable[int]) -> None:
+    """One value of what these clients send is infinite."""
+    finish: Callable[[State, State, Client], tuple[Mapping[str, Tensor], State]] = engine.training.finish
+    spoiled = set(clients)
+
+    def finish_badly(server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:
+        up, memory = finish(server, carry, client)
+        if client.id in spoiled:
+            first = next(name for name, value in up.items() if value.is_floating_point() and value.dim())
+            up[first].view(-1)[-1] = math.inf
+        return up, memory
+
+    engine.training.finish = finish_badly  # type: ignore[method-assign]
+
+
+@of_every_training
+@pytest.mark.parametrize("spoil", [spoil_data, spoil_upload])
+def test_a_client_that_goes_wrong_is_left_out_and_counted_and_does_no_harm(
+    name: str, spoil: Callable[[Engine, Iterable[int]], None], tmp_path: Path
+) -> None:
+    config = config_of(name, rounds=1, clients_per_round=1.0)
+    engine, bad = begun(config, tmp_path / "run"), 2
+    server = engine.training.init(generator(config.seed, "init"))
+    good = [LocalClient(engine.federation, engine.inputs, config.seed, i, 0) for i in range(CLIENTS) if i != bad]
+    expected = engine.training.aggregate(server, folded(engine.training, server, good), 0)
+    spoil(engine, [bad])
+    engine.run()
+    (line,) = engine.folder.metrics()
+    assert [left["client"] for left in line["left_out"]] == [bad]
+    assert line["left_out"][0]["reason"]
+    assert line["clients"] == CLIENTS - 1
+    assert math.isfinite(line["loss"])
+    assert engine.folder.result()["left_out"] == 1
+    assert_same_bits(outcome(engine.folder).server, expected)
+    if engine.training.remembers:
+        remembering = {int(path.stem.split("-")[0]) for path in engine.folder.path.glob("memory/*/*.safetensors")}
+        assert remembering == {client.id for client in good}
+
+
+@of_every_training
+def test_a_round_without_a_good_client_stops_the_run_at_the_last_good_checkpoint(name: str, tmp_path: Path) -> None:
+    config = config_of(name, rounds=2, clients_per_round=1.0)
+    engine = begun(config, tmp_path / "run")
+
+    class Spoiler(Interrupter):
+        def round(self, metrics: dict[str, Any]) -> None:
+            spoil_data(engine, range(CLIENTS))
+
+    with pytest.raises(RunError, match="round 2"):
+        engine.run(Spoiler("never", 1))
+    progress = engine.folder.load(CPU)
+    assert progress is not None
+    assert progress.round == 1
+    Engine(engine.folder, Group()).run()
+    assert_same(outcome(engine.folder), ran(config, tmp_path / "untroubled"))
+
+
+def test_a_memory_counts_the_rounds_that_its_client_took_part_in(tmp_path: Path) -> None:
+    """What the suite's own training is for: a memory written before a stop does not count twice."""
+    config = config_of(Remembering.name, clients_per_round=3)
+    engine = begun(config, tmp_path / "run")
+    with pytest.raises(StopError):
+        engine.run(Interrupter("scoring", 1))
+    Engine(engine.folder, Group()).run()
+    done = Engine(engine.folder, Group())
+    done.run()
+    taken = [id for round in range(config.rounds) for id in done.participants(round)]
+    for id in set(taken):
+        assert int(done.memory(id)["rounds"]) == taken.count(id)
