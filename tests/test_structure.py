@@ -30,7 +30,6 @@ LONG = {
     "tests/test_baselines.py",
     "tests/test_bundle.py",
     "tests/test_cli.py",
-    "tests/test_conformance.py",
     "tests/test_engine.py",
     "tests/test_fitting.py",
     "tests/test_flower.py",
