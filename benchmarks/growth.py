@@ -37,6 +37,7 @@ from upfl.data.federation import Federation, build_federation
 from upfl.data.partition import Partition
 from upfl.data.sources import Source
 from upfl.engine.rounds import Engine, Observer
+from upfl.engine.setup import assemble
 
 mpl.use("Agg")
 
@@ -119,10 +120,10 @@ def run(setting: Setting, images: Path, follow: list[str] | None) -> None:
     config = configured(setting)
     if follow:
         folder, group = following(setting.workers, *follow)
-        Engine(folder, group, config, federation(images, config)).run()
+        Engine.local(folder, group, assemble(config, federation(images, config))).run()
         return
     with leading("benchmarks.growth", setting.workers, config) as (folder, group):
-        Engine(folder, group, config, federation(images, config)).run(Teller())
+        Engine.local(folder, group, assemble(config, federation(images, config))).run(Teller())
 
 
 def configured(setting: Setting) -> Config:
@@ -150,7 +151,7 @@ def federation(images: Path, config: Config) -> Federation:
 class Teller(Observer):
     """A line for each round that is done: the CPU time of this worker so far."""
 
-    def begin(self, run: Engine) -> None: ...
+    def begin(self, run: Engine[Any]) -> None: ...
 
     def note(self, text: str) -> None: ...
 

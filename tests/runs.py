@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.observers import Watching
 from upfl.config import Config
+from upfl.engine.cohort import LocalCohort
 from upfl.engine.folder import RunFolder, read_state
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
@@ -61,12 +62,12 @@ def assert_same_bits(ours: State, theirs: State, where: str = "") -> None:
 
 def ran(config: Config, path: Path) -> Outcome:
     folder = RunFolder.create(path, config)
-    Engine(folder, Group()).run()
+    Engine.local(folder).run()
     return outcome(folder)
 
 
-def begun(config: Config, path: Path) -> Engine:
-    return Engine(RunFolder.create(path, config), Group())
+def begun(config: Config, path: Path) -> Engine[LocalCohort]:
+    return Engine.local(RunFolder.create(path, config))
 
 
 class StopError(Exception):
@@ -139,5 +140,5 @@ def by_virtual_workers(size: int, work: Callable[[VirtualGroup], None]) -> None:
 
 def ran_by_workers(config: Config, path: Path, size: int) -> Outcome:
     folder = RunFolder.create(path, config)
-    by_virtual_workers(size, lambda group: Engine(folder, group).run())
+    by_virtual_workers(size, lambda group: Engine.local(folder, group).run())
     return outcome(folder)

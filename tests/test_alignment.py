@@ -26,8 +26,9 @@ from upfl.data.inputs import Inputs
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
-from upfl.engine.rounds import Engine, assemble
+from upfl.engine.rounds import Engine
 from upfl.engine.score import Scorer
+from upfl.engine.setup import assemble
 from upfl.methods import make_personalizer, personalizer_class
 from upfl.randomness import generator
 from upfl.state import ALIGNMENT, is_vectorized
@@ -100,7 +101,7 @@ def test_a_run_its_resumption_its_scores_and_its_bundle_compute_in_line(
     engine = begun(config_of(name, score=score, rounds=2, checkpoint_every=1), tmp_path / "run")
     with pytest.raises(StopError):
         engine.run(Interrupter("round", 1))
-    Engine(engine.folder, Group()).run()
+    Engine.local(engine.folder).run()
     Scorer(engine.folder).score(inductive=True)
     export(api.Run(tmp_path / "run"), tmp_path / "bundle")
     bundle = Bundle.load(tmp_path / "bundle")
@@ -119,18 +120,18 @@ def test_nodes_of_a_flower_run_compute_in_line(
 ) -> None:
     pytest.importorskip("flwr", reason="the extra `flower` is not installed")
     from tests.in_process_grid import InProcessGrid
-    from upfl.flower import messages
+    from upfl.flower import cohort, messages, terms
     from upfl.flower import server as flower_server
 
     if name == "fedper":
         pytest.skip("memories are not published over Flower")
     config = config_of(name, score=score, rounds=2)
     monkeypatch.setattr(messages, "POLL", 0.01)
-    monkeypatch.setattr(flower_server, "STEP", 0.01)
+    monkeypatch.setattr(cohort, "STEP", 0.01)
     monkeypatch.setattr(data, "load", functools.cache(data.load))  # every message would load the data anew
     monkeypatch.setattr(flower_server, "describe", lambda settings: config)
     grid = InProcessGrid({1000 + client: {"client": client} for client in range(6)})
-    flower_server.train(grid, flower_server.Settings(out=tmp_path / "run", min_nodes=1, timeout=5, wait=0.2), None)
+    flower_server.train(grid, terms.Settings(out=tmp_path / "run", min_nodes=1, timeout=5, wait=0.2), None)
     assert not RunFolder(tmp_path / "run").metrics()[-1]["left_out"]
     assert min(calls["step"], calls["personalize"], calls["logits"]) > 0
 
@@ -151,7 +152,8 @@ def test_clients_side_by_side_finish_in_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "hetero-fedtta"])
 def test_a_fit_does_not_depend_on_where_things_lie_in_memory(name: str) -> None:
-    federation, inputs, training, _ = assemble(config_of(name), CPU)
+    setup = assemble(config_of(name))
+    federation, inputs, training = setup.federation, setup.inputs, setup.training
     published = Published(training.publish(training.init(generator(0, "init"))), 3)
     wanted = [one for one in FITTED if name == "fedavg" or one in ("label-shift", "auto")]
     personalizers = [make_personalizer(one, training, personalizer_class(one).Hyper()) for one in wanted]

@@ -53,7 +53,6 @@ from upfl.contract import Batch, Client, Published, Split, Task, Training, Unlab
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS
 from upfl.models import Layered, Linear, convnet, mlp
@@ -361,11 +360,11 @@ def test_scaffolds_server_divides_the_changes_by_all_clients_and_the_models_by_t
 
 def test_scaffolds_server_variate_stays_the_mean_of_all_clients_own_under_partial_participation(tmp_path: Path) -> None:
     config = small_config("scaffold", rounds=5, clients_per_round=2, evaluate_every=5)
-    engine = Engine(RunFolder.create(tmp_path / "run", config), Group())
+    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
     engine.run()
     versions = engine.progress.memory_rounds.tolist()
     assert min(versions) < 0 <= max(versions), "all clients took part, or none"
-    own = [select(doubled(engine.memory(i)), "control") for i in range(engine.clients)]
+    own = [select(doubled(engine.cohort.memory(i)), "control") for i in range(engine.setup.clients)]
     mean = {name: torch.stack([state[name] for state in own]).mean(0) for name in own[0]}
     assert norm(mean) > 1e-2
     assert distance(select(doubled(engine.progress.server), "control"), mean) < 1e-6
@@ -871,7 +870,7 @@ def test_a_training_that_does_not_publish_memories_hands_newcomers_none(
     # Four of the six clients have trained after a round: only those have a model of their own to hand out.
     for method, members in (("scaffold", 0), ("fedadg", 0), ("fedsr", 0), ("fedper", 4)):
         config = small_config(method, rounds=1)
-        engine = Engine(RunFolder.create(tmp_path / method, config), Group())
+        engine = Engine.local(RunFolder.create(tmp_path / method, config))
         engine.run()
         assert len(engine.published().members) == members
         (best,) = {int(row["best_round"]) for row in engine.folder.result()["rows"]}
@@ -962,7 +961,7 @@ def test_a_training_client_validates_with_its_own_model(
 
 def test_both_pfl_rows_have_one_validation_accuracy_that_of_clients_own_models(tmp_path: Path) -> None:
     config = small_config("fedper", rounds=3, evaluate_every=1, evaluate_clients=6, clients_per_round=6)
-    engine = Engine(RunFolder.create(tmp_path / "run", config), Group())
+    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
     engine.run()
     lines = engine.folder.metrics()
     for line in lines:
@@ -975,10 +974,12 @@ def test_both_pfl_rows_have_one_validation_accuracy_that_of_clients_own_models(t
     assert sampled["best_round"] == ensemble["best_round"]
     assert any(len({row["test"] for row in line["rows"].values()}) == 2 for line in lines), "the rows are alike"
     correct = samples = 0
-    for i in range(engine.clients):
+    for i in range(engine.setup.clients):
         indices = engine.federation.training.validation(i)
-        logits = forward_mlp(select(engine.progress.server | engine.memory(i), "psi"), engine.inputs.x(indices))
-        correct += int((logits.argmax(1) == engine.inputs.y(indices)).sum())
+        logits = forward_mlp(
+            select(engine.progress.server | engine.cohort.memory(i), "psi"), engine.setup.inputs.x(indices)
+        )
+        correct += int((logits.argmax(1) == engine.setup.inputs.y(indices)).sum())
         samples += len(indices)
     assert lines[-1]["rows"]["pfl-sampled"]["validation"] == pytest.approx(100 * correct / samples)
 
@@ -1240,7 +1241,7 @@ class Scales(Watching):
         self.tensors = max(self.tensors, _tensor_bytes())
         self.resident = max(self.resident, resident_bytes())
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         self.weigh()
 
     def stage(self, what: str) -> None:
@@ -1273,13 +1274,13 @@ def test_ten_thousand_scaffold_clients_cost_files_for_those_that_came_and_no_mod
         model={"hidden": 128},
         partition={"clients": 2 * clients},
     )
-    engine = Engine(RunFolder.create(tmp_path / "run", config), Group())
-    assert engine.clients == clients
+    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
+    assert engine.setup.clients == clients
     one_model = 4 * engine.training.model.size
     assert one_model > 60_000
     before, scales = (_tensor_bytes(), resident_bytes()), Scales()
     engine.run(scales)
-    came = {id for round in range(rounds) for id in engine.participants(round)}
+    came = {id for round in range(rounds) for id in engine.cohort.participants(round)}
     files = [file.stem.split("-") for file in engine.folder.path.rglob("memory/*/*")]
     assert {int(client) for client, _ in files} == came
     assert len(files) == len(came) <= each * rounds
@@ -1289,12 +1290,12 @@ def test_ten_thousand_scaffold_clients_cost_files_for_those_that_came_and_no_mod
 
 def test_a_client_that_never_came_has_scaffolds_zero_variate_without_a_file(tmp_path: Path) -> None:
     config = small_config("scaffold", rounds=1, clients_per_round=1)
-    engine = Engine(RunFolder.create(tmp_path / "run", config), Group())
+    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
     engine.run()
-    (came,) = engine.participants(0)
-    for id in range(engine.clients):
-        assert (norm(engine.memory(id)) == 0) == (id != came)
-    fresh = engine.training.memory(LocalClient(engine.federation, engine.inputs, 0, 0, 0))
+    (came,) = engine.cohort.participants(0)
+    for id in range(engine.setup.clients):
+        assert (norm(engine.cohort.memory(id)) == 0) == (id != came)
+    fresh = engine.training.memory(LocalClient(engine.federation, engine.setup.inputs, 0, 0, 0))
     assert {name.removeprefix("control."): tuple(value.shape) for name, value in fresh.items()} == {
         name: tuple(shape) for name, shape in engine.training.model.shapes.items()
     }

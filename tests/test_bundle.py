@@ -241,7 +241,7 @@ def test_nothing_of_the_training_data_and_no_memory_is_in_a_bundle(
         export(run, out)
         content = b"".join(file.read_bytes() for file in out.rglob("*") if file.is_file())
         for image in run.federation.source.images[::50]:
-            for value in (image, image.astype(np.float32), run._parts[1].x(np.array([0]))[0].numpy()):
+            for value in (image, image.astype(np.float32), run.setup.inputs.x(np.array([0]))[0].numpy()):
                 assert value.tobytes() not in content
         for file in (run.path / "memory").rglob("*.safetensors"):
             for tensor in load_file(file).values():

@@ -25,7 +25,7 @@ from upfl.errors import ConfigError
 from upfl.experiments import runner
 from upfl.experiments.definitions import EXPERIMENTS
 from upfl.experiments.diary import write_diary
-from upfl.experiments.newcomers import newcomers_file, score_newcomers
+from upfl.experiments.newcomers import newcomers_file, score_on_newcomers
 from upfl.experiments.plan import Job, plan
 from upfl.personalize.fedtta import EarlyStopped, EarlyStoppedHyper, OneStep, OneStepHyper
 from upfl.personalize.tent import Tent, TentHyper
@@ -213,19 +213,21 @@ def dirichlet(alpha_new: float) -> Config:
 
 def test_other_new_clients_score_as_in_a_training_of_their_own(shifted: api.Run, tmp_path: Path) -> None:
     changes = {"alpha_new": 0.5}
-    scored = score_newcomers(shifted, changes, workers=2)
+    scored = score_on_newcomers(shifted, changes, workers=2)
     own = api.train(dirichlet(0.5), tmp_path / "own", workers=1).result
     for ours, theirs in zip(scored["rows"], own["rows"], strict=True):
         new = [client for client in theirs["clients"] if client["kind"] == "new"]
         assert (ours["row"], ours["clients"]) == (theirs["row"], new)
         assert ours["test"] == pytest.approx(theirs["test"])
-    assert score_newcomers(shifted, changes) == json.loads(newcomers_file(shifted.path, changes).read_text()) == scored
+    assert (
+        score_on_newcomers(shifted, changes) == json.loads(newcomers_file(shifted.path, changes).read_text()) == scored
+    )
     assert shifted.result["rows"] != scored["rows"]
 
 
 def test_changes_that_reach_training_clients_are_refused(shifted: api.Run) -> None:
     with pytest.raises(ConfigError, match="training clients"):
-        score_newcomers(shifted, {"alpha_training": 0.5})
+        score_on_newcomers(shifted, {"alpha_training": 0.5})
 
 
 # The diary

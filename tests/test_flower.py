@@ -41,16 +41,17 @@ from upfl.config import Config
 from upfl.data.federation import Clients, Federation
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import Group
 from upfl.engine.local import LOSS
 from upfl.engine.rounds import Engine
+from upfl.engine.setup import assemble
 from upfl.errors import BadClientError, ConfigError, StoppedError, UpflError
-from upfl.flower import messages, privacy
+from upfl.flower import cohort, handout, messages, privacy
 from upfl.flower import server as flower_server
+from upfl.flower.handout import personalize
 from upfl.flower.keys import make_keys
 from upfl.flower.messages import ARRAYS, FACTS, from_record, to_record
-from upfl.flower.server import Settings, personalize, train
-from upfl.flower.terms import nobody
+from upfl.flower.server import train
+from upfl.flower.terms import Settings, nobody
 from upfl.randomness import seed_of
 from upfl.state import State, norm
 
@@ -62,7 +63,8 @@ load = functools.cache(data.load)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(messages, "POLL", 0.01)
-    monkeypatch.setattr(flower_server, "STEP", 0.01)
+    monkeypatch.setattr(cohort, "STEP", 0.01)
+    monkeypatch.setattr(handout, "STEP", 0.01)
     monkeypatch.setattr(data, "load", load)  # every message would load the data anew
     with entered():
         yield
@@ -98,7 +100,7 @@ class Watch(Watching):
         self.states: list[State] = []
         self.stop_after = stop_after
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         self.run = run
 
     def round(self, metrics: dict[str, Any]) -> None:
@@ -199,7 +201,8 @@ def test_nodes_with_files_of_their_own_train_what_the_engine_would_on_all_of_the
         np.zeros(len(sizes)),
     )
     folder = RunFolder.create(tmp_path / "engine", config)
-    Engine(folder, Group(), federation=Federation(source, clients, nobody(), np.empty(0, np.int64), ())).run()
+    federation = Federation(source, clients, nobody(), np.empty(0, np.int64), ())
+    Engine.local(folder, setup=assemble(config, federation)).run()
     flower = server(tmp_path / "flower")
     assert all(torch.equal(value, flower[name]) for name, value in server(tmp_path / "engine").items())
     ours, theirs = result(tmp_path / "flower")["rows"][0], result(tmp_path / "engine")["rows"][0]
@@ -225,7 +228,7 @@ def test_a_node_that_does_not_fit_is_named_and_the_others_train(
     task, files = own_data(tmp_path, [30, 30, 30])
     good = {client: {"client": client, "data": str(files[client])} for client in (0, 1)}
     warned: list[str] = []
-    monkeypatch.setattr(flower_server, "log", lambda level, text, *values: warned.append(text % values))
+    monkeypatch.setattr(cohort, "log", lambda level, text, *values: warned.append(text % values))
     federated(
         small("fedavg", clients_per_round=1.0),
         tmp_path / "run",

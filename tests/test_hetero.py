@@ -34,10 +34,9 @@ from upfl import api, data
 from upfl.cli.runs import show
 from upfl.config import SIZES, Config, configure
 from upfl.contract import Architecture, Batch, Published, Task, Unlabelled
-from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import read_state
-from upfl.engine.rounds import assemble
+from upfl.engine.setup import assemble
 from upfl.errors import ConfigError
 from upfl.methods import make_training
 from upfl.models import adaptation_model, mlp
@@ -321,8 +320,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_batches_of_the_public_set_know_their_places() -> None:
-    federation, inputs, training, _ = assemble(small(), CPU)
-    client = LocalClient(federation, inputs, 0, 1, 1)
+    setup = assemble(small())
+    client, training = setup.client(1, 1), setup.training
     seen = []
     for batch in client.phase(training.phases(1)[0]):
         assert batch.index is not None
@@ -335,7 +334,7 @@ def test_batches_of_the_public_set_know_their_places() -> None:
 
 
 def test_nobody_holds_a_public_sample() -> None:
-    federation = assemble(small(), CPU)[0]
+    federation = assemble(small()).federation
     held = set(federation.training.indices.tolist()) | set(federation.new.indices.tolist())
     assert not held & set(federation.public.tolist())
 

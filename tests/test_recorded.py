@@ -13,7 +13,7 @@ from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.local import train_alone
 from upfl.engine.recorded import Recorded, as_written, steps_of
-from upfl.engine.rounds import assemble, checked_device
+from upfl.engine.setup import assemble
 from upfl.methods import TRAININGS
 from upfl.models import convnet, mlp
 from upfl.randomness import generator
@@ -119,5 +119,5 @@ def test_a_carry_in_another_layout_is_recorded_anew() -> None:
 
 def test_the_engine_records() -> None:
     """Who changes a step so that it cannot be recorded shall learn of it here, not from a slow run."""
-    _, _, training, _ = assemble(configure("fedtta", "digits"), checked_device("cpu"))
+    training = assemble(configure("fedtta", "digits")).training
     assert isinstance(steps_of(training, CPU), Recorded)

@@ -24,8 +24,9 @@ from upfl.engine.clients import newcomer
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
-from upfl.engine.rounds import Engine, assemble
+from upfl.engine.rounds import Engine
 from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
+from upfl.engine.setup import assemble
 from upfl.errors import RunError
 from upfl.methods import PERSONALIZERS, personalizer_class
 from upfl.personalize.nothing import Nothing
@@ -405,7 +406,8 @@ def test_no_run_and_a_run_that_has_not_begun_are_named(tmp_path: Path) -> None:
 def test_labels_of_new_clients_change_no_fit_and_no_prediction(run: Path) -> None:
     config = RunFolder.open(run).config()
     engine = Engine.standing(RunFolder.open(run))
-    federation, inputs, training, _ = assemble(config, torch.device("cpu"))
+    setup = assemble(config)
+    federation, inputs, training = setup.federation, setup.inputs, setup.training
     labels = federation.source.labels.copy()
     labels[federation.new.indices] = (labels[federation.new.indices] + 3) % 10
     other = replace(federation.source, labels=labels)
@@ -525,10 +527,10 @@ def test_a_mixture_of_families_works_on_a_run(run: Path) -> None:
     engine = Engine.standing(RunFolder.open(run))
     kind = PERSONALIZERS["label-shift"]
     mixture = kind(engine.training, kind.Hyper(prior="mixture"))
-    fits, facts = fit_needs([mixture], engine.published(), engine.federation, engine.inputs, 0, Group())
+    fits, facts = fit_needs([mixture], engine.published(), engine.federation, engine.setup.inputs, 0, Group())
     weight = fits.published.fitted["mixture.none.weight"]
     assert float(weight.sum()) == pytest.approx(1)
-    found = mixture.personalize(fits.published, newcomer(engine.federation, engine.inputs, 0, 0))
+    found = mixture.personalize(fits.published, newcomer(engine.federation, engine.setup.inputs, 0, 0))
     assert sum(found.diary.mix) == pytest.approx(1)
     assert "gate.label-shift" in facts
 
@@ -538,5 +540,5 @@ def test_a_base_that_was_not_fitted_is_named(run: Path) -> None:
     kind = personalizer_class("tent+label-shift")
     with pytest.raises(RunError, match=r"calibration\.tent"):
         kind(engine.training, kind.Hyper()).personalize(
-            engine.published(), newcomer(engine.federation, engine.inputs, 0, 0)
+            engine.published(), newcomer(engine.federation, engine.setup.inputs, 0, 0)
         )

@@ -16,7 +16,8 @@ from upfl.data.federation import Clients
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.local import padded, train_alone, train_together
-from upfl.engine.rounds import assemble, checked_device, matrix_precision
+from upfl.engine.rounds import matrix_precision
+from upfl.engine.setup import assemble
 from upfl.errors import ConfigError
 from upfl.methods import TRAININGS
 from upfl.models import convnet, mlp
@@ -102,7 +103,7 @@ def test_a_training_that_does_not_claim_it_is_refused() -> None:
     name = next(name for name, training in TRAININGS.items() if not training.vectorizes)
     config = configure(name, "digits", vectorize=4)
     with pytest.raises(ConfigError, match="one client at a time"):
-        assemble(config, checked_device("cpu"))
+        assemble(config)
 
 
 def test_the_precision_of_matrix_products_is_set_for_a_run_and_put_back() -> None:

@@ -24,6 +24,7 @@ from upfl.engine.clients import LocalClient
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, Observer
+from upfl.engine.setup import assemble
 from upfl.randomness import generator
 from upfl.training.base import LocalTraining
 
@@ -47,7 +48,7 @@ def prepare(work: Work, folder: Path) -> None:
         for t, batch in enumerate(LocalClient(federation, inputs, 0, client, 0).phase(phase)):
             assert batch.index is not None
             order[client, t] = batch.index
-    engine = Engine(RunFolder(folder), Group(), configured(work), federation)
+    engine = Engine.local(RunFolder(folder), setup=assemble(configured(work), federation))
     start = packed(engine.training.init(generator(0, "init")))
     mapped(folder / "start", tuple(start.shape), write=True).copy_(start)
 
@@ -88,7 +89,7 @@ class Told(Observer):
     def __init__(self, group: Group, pipe: Pipe | None) -> None:
         self.group, self.pipe = group, pipe
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         self.engine = run
         if self.pipe:
             self.pipe.ready()
@@ -124,11 +125,11 @@ def main() -> None:
     config, federation = configured(work, arguments.first_order), given(work, arguments.folder)
     if arguments.follow:
         run, group = following(arguments.workers, *arguments.follow)
-        Engine(run, group, config, federation).run(Told(group, None))
+        Engine.local(run, group, assemble(config, federation)).run(Told(group, None))
         return
     pipe = Pipe()
     with leading("benchmarks.peers.ours", arguments.workers, config) as (run, group):
-        Engine(run, group, config, federation).run(Told(group, pipe))
+        Engine.local(run, group, assemble(config, federation)).run(Told(group, pipe))
 
 
 if __name__ == "__main__":

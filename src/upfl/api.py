@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,22 +15,22 @@ from torch import Tensor
 from upfl.config import Config
 from upfl.contract import Personalized, Personalizer, Published, Training, Unlabelled
 from upfl.data.federation import Federation
-from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
-from upfl.engine.rounds import Engine, Observer, assemble, checked_device
+from upfl.engine.rounds import Engine, Observer
+from upfl.engine.setup import Setup, assemble
 from upfl.errors import RunError
-from upfl.methods import PERSONALIZERS, make_personalizer, plugins, row_name
+from upfl.methods import make_personalizer, plugins, row_name
 
 
 def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
     """Train a federation into the new run folder `out`, with one worker process a core unless told otherwise."""
     path = Path(out)
-    federation = assemble(config, checked_device(config.device))[0]  # what cannot start leaves no folder behind
+    setup = assemble(config)  # what cannot start leaves no folder behind
     if not under_torchrun() or os.environ["RANK"] == "0":
         RunFolder.create(path, config)
-    return _work(path, workers, observer, federation)
+    return _work(path, workers, observer, setup)
 
 
 def resume(run: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
@@ -37,29 +38,28 @@ def resume(run: str | Path, *, workers: int | None = None, observer: Observer | 
     return _work(Path(run), workers, observer)
 
 
-def _work(path: Path, size: int | None, observer: Observer | None, federation: Federation | None = None) -> Run:
+def _work(path: Path, size: int | None, observer: Observer | None, setup: Setup | None = None) -> Run:
     if under_torchrun():
         with torchrun_group() as group:
             _check_shared(path, group)
-            if RunFolder.open(path).finished:
+            folder = RunFolder.open(path)
+            if folder.finished:
                 return Run(path)
-            config = RunFolder.open(path).config()
-            federation, _, training, _ = assemble(config, checked_device(config.device), federation)
-            check_memory(training, int(os.environ.get("LOCAL_WORLD_SIZE", group.size)))
-            Engine(RunFolder.open(path), group, config, federation).run(observer if group.leads else None)
+            setup = setup or assemble(folder.config())
+            check_memory(setup.training, int(os.environ.get("LOCAL_WORLD_SIZE", group.size)))
+            Engine.local(folder, group, setup).run(observer if group.leads else None)
     else:
         folder = RunFolder.open(path)
         if folder.finished:
             return Run(path)
-        config = folder.config()
-        federation, _, training, _ = assemble(config, checked_device(config.device), federation)
-        engine_size = worker_count(config, training, size)
-        for note in (training.remark(), one_worker_note(training, size)):
+        setup = setup or assemble(folder.config())
+        count = worker_count(setup.config, setup.training, size)
+        for note in (setup.training.remark(), one_worker_note(setup.training, size)):
             if observer and note:
                 observer.note(note)
-        with workers(engine_size, [str(path), *(plugins() if engine_size > 1 else ())]) as group:
-            Engine(folder, group, config, federation).run(observer)
-    return Run(path)
+        with workers(count, [str(path), *(plugins() if count > 1 else ())]) as group:
+            Engine.local(folder, group, setup).run(observer)
+    return Run(path, setup)
 
 
 LARGE = 50_000_000  # values of server state from which on workers would spend their time on sums
@@ -140,8 +140,10 @@ class Run:
 
     path: Path
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, setup: Setup | None = None) -> None:
         object.__setattr__(self, "path", Path(path))
+        if setup is not None:
+            self.__dict__["setup"] = setup  # what the training was made of need not be made again
 
     @cached_property
     def config(self) -> Config:
@@ -158,21 +160,22 @@ class Run:
         return RunFolder.open(self.path).metrics()
 
     @cached_property
-    def _parts(self) -> tuple[Federation, Inputs, Training[Any], dict[str, Personalizer[Any]]]:
-        return assemble(self.config, checked_device(self.config.device))
+    def setup(self) -> Setup:
+        """What the run's configuration describes."""
+        return assemble(self.config)
 
     @property
     def federation(self) -> Federation:
-        return self._parts[0]
+        return self.setup.federation
 
     @property
     def training(self) -> Training[Any]:
-        return self._parts[2]
+        return self.setup.training
 
     @property
-    def personalizers(self) -> dict[str, Personalizer[Any]]:
+    def personalizers(self) -> Mapping[str, Personalizer[Any]]:
         """Those that the run is scored under, by name."""
-        return self._parts[3]
+        return self.setup.personalizers
 
     def published(self, personalizer: str) -> Published:
         """What newcomers receive: the state at the round with the best validation accuracy under a personalizer."""
@@ -185,7 +188,7 @@ class Run:
     def personalize(self, client: Unlabelled, personalizer: str | None = None) -> Personalized:
         """A client's own predictor, by the run's first personalizer unless another is named."""
         name = personalizer or next(iter(self.config.personalize))
-        method = self._parts[3].get(name)
+        method = self.personalizers.get(name)
         if method is None:
             method = make_personalizer(name, self.training, self.config.personalizer_hyper(name))
         scored = name if name in self.config.personalize else next(iter(self.config.personalize))
@@ -193,17 +196,13 @@ class Run:
 
     def newcomer(self, client: int) -> Unlabelled:
         """A new client of the run's federation: inputs without labels."""
-        return newcomer(self.federation, self._parts[1], self.config.seed, client)
+        return newcomer(self.federation, self.setup.inputs, self.config.seed, client)
 
     def labels(self, client: int) -> Tensor:
         """A new client's labels, for scoring alone."""
-        return self._parts[1].y(self.federation.new.all(client))
+        return self.setup.inputs.y(self.federation.new.all(client))
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
     """Percent of the samples whose largest logit is their label's."""
     return 100 * int((logits.argmax(1) == labels).sum()) / len(labels)
-
-
-def fitting_personalizers(training: Training[Any]) -> list[str]:
-    return [name for name, personalizer in PERSONALIZERS.items() if personalizer.why_not(training) is None]

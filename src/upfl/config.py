@@ -274,6 +274,11 @@ def _check_tables(layer: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: personalize.{name} is a table, not {table!r}")
 
 
+def listed(text: str | None) -> list[str]:
+    """The names in a comma-separated text, each once."""
+    return list(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
+
+
 def toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"v = {text}")["v"]

@@ -6,6 +6,7 @@ command line imports the modules that the environment variable UPFL_PLUGINS name
 """
 
 import importlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,11 @@ def load_plugins(modules: Iterable[str]) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(f"plugin '{module}' (UPFL_PLUGINS) cannot be imported: {error}") from error
+
+
+def load_named_plugins() -> None:
+    """Import the modules that the environment variable UPFL_PLUGINS names."""
+    load_plugins(filter(None, os.environ.get("UPFL_PLUGINS", "").split(",")))
 
 
 def plugins() -> list[str]:

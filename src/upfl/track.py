@@ -34,7 +34,7 @@ class Several:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         for observer in self.observers:
             observer.begin(run)
 
@@ -57,7 +57,7 @@ class TensorBoard:
 
         self._open = SummaryWriter
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         # Events of rounds after the checkpoint, from before a stop, are no longer shown.
         folder, config = run.folder.path / "tensorboard", run.config.to_toml()
         self._writer = self._open(str(folder), purge_step=run.progress.round + 1)
@@ -84,7 +84,7 @@ class MLflow:
 
         self._open = MlflowClient
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         path = run.folder.path.resolve()
         self._client = self._open(f"sqlite:///{path.parent / 'mlflow.db'}")
         self._rounds = run.config.rounds

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.common import CPU, TABLE, Parts, Remembering, config_of
+from tests.conformance.common import TABLE, Parts, Remembering, config_of
 from upfl.contract import CrossFitted, Published
 from upfl.engine.clients import LocalClient
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
-from upfl.engine.rounds import assemble
+from upfl.engine.setup import assemble
 from upfl.methods import PERSONALIZERS, TRAININGS, make_personalizer
 from upfl.randomness import generator
 
@@ -25,7 +25,8 @@ _given: dict[tuple[str, str | None], CrossFitted] = {}  # made once in a process
 @pytest.fixture
 def parts(name: str, request: pytest.FixtureRequest) -> Parts:
     config = config_of(name)
-    federation, inputs, training, _ = assemble(config, CPU)
+    setup = assemble(config)
+    federation, inputs, training = setup.federation, setup.inputs, setup.training
     personalizers = {key: make_personalizer(key, training, PERSONALIZERS[key].Hyper()) for key in TABLE[name]}
     server = training.init(generator(0, "init"))
     clients = range(len(federation.training)) if training.publishes_memory else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ from upfl.contract import Client
 from upfl.data import Source
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
+from upfl.engine.cohort import LocalCohort
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
-from upfl.engine.rounds import Engine, assemble
+from upfl.engine.rounds import Engine
+from upfl.engine.setup import assemble
 from upfl.errors import RunError
 from upfl.models import mlp
 from upfl.randomness import generator
@@ -103,11 +106,11 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
     folder = RunFolder.create(tmp_path / "run", config)
     stage = 2 * len(SCORED[name]) if number < 0 else number
     with pytest.raises(StopError):
-        Engine(folder, Group()).run(Interrupter(what, stage))
+        Engine.local(folder).run(Interrupter(what, stage))
     assert not folder.finished
     with pytest.raises(StopError):  # and once more: the first stage after the resumption
-        Engine(folder, Group()).run(Interrupter("training", 1))
-    Engine(folder, Group()).run()
+        Engine.local(folder).run(Interrupter("training", 1))
+    Engine.local(folder).run()
     assert_same(outcome(folder), straight(name, tmp_path_factory))
 
 
@@ -115,8 +118,8 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
 def test_two_rounds_and_two_more_are_four(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = config_of(name)
     folder = RunFolder.create(tmp_path / "run", config)
-    Engine(folder, Group(), config.model_copy(update={"rounds": 2})).run()
-    Engine(folder, Group()).run()
+    Engine.local(folder, setup=assemble(config.model_copy(update={"rounds": 2}))).run()
+    Engine.local(folder).run()
     assert_same(outcome(folder), straight(name, tmp_path_factory))
 
 
@@ -152,7 +155,7 @@ def test_a_client_sends_and_receives_so_many_models(
     name: str, up: float, down: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config, line = config_of(name), straight(name, tmp_path_factory).metrics[-1]
-    training = assemble(config, CPU)[2]
+    training = assemble(config).training
     model, weight = 4 * mlp(64, (16, 16), 10).size, 4
     beside = {
         "odpfl-hn": 4 * (mlp(64, (16,), 32).size + 32),
@@ -176,12 +179,12 @@ class Poisoned(Inputs):
         return x
 
 
-def spoil_data(engine: Engine, clients: Iterable[int]) -> None:
+def spoil_data(engine: Engine[Any], clients: Iterable[int]) -> None:
     bad = np.concatenate([engine.federation.training.train(client) for client in clients])
-    engine.inputs = Poisoned(engine.federation.source, bad)
+    engine.cohort.setup = replace(engine.setup, inputs=Poisoned(engine.federation.source, bad))
 
 
-def spoil_upload(engine: Engine, clients: Iterable[int]) -> None:
+def spoil_upload(engine: Engine[Any], clients: Iterable[int]) -> None:
     """One value of what these clients send is infinite."""
     finish: Callable[[State, State, Client], tuple[Mapping[str, Tensor], State]] = engine.training.finish
     spoiled = set(clients)
@@ -199,12 +202,12 @@ def spoil_upload(engine: Engine, clients: Iterable[int]) -> None:
 @of_every_training
 @pytest.mark.parametrize("spoil", [spoil_data, spoil_upload])
 def test_a_client_that_goes_wrong_is_left_out_and_counted_and_does_no_harm(
-    name: str, spoil: Callable[[Engine, Iterable[int]], None], tmp_path: Path
+    name: str, spoil: Callable[[Engine[LocalCohort], Iterable[int]], None], tmp_path: Path
 ) -> None:
     config = config_of(name, rounds=1, clients_per_round=1.0)
     engine, bad = begun(config, tmp_path / "run"), 2
     server = engine.training.init(generator(config.seed, "init"))
-    good = [LocalClient(engine.federation, engine.inputs, config.seed, i, 0) for i in range(CLIENTS) if i != bad]
+    good = [LocalClient(engine.federation, engine.setup.inputs, config.seed, i, 0) for i in range(CLIENTS) if i != bad]
     expected = engine.training.aggregate(server, folded(engine.training, server, good), 0)
     spoil(engine, [bad])
     engine.run()
@@ -234,7 +237,7 @@ def test_a_round_without_a_good_client_stops_the_run_at_the_last_good_checkpoint
     progress = engine.folder.load(CPU)
     assert progress is not None
     assert progress.round == 1
-    Engine(engine.folder, Group()).run()
+    Engine.local(engine.folder).run()
     assert_same(outcome(engine.folder), ran(config, tmp_path / "untroubled"))
 
 
@@ -244,9 +247,9 @@ def test_a_memory_counts_the_rounds_that_its_client_took_part_in(tmp_path: Path)
     engine = begun(config, tmp_path / "run")
     with pytest.raises(StopError):
         engine.run(Interrupter("scoring", 1))
-    Engine(engine.folder, Group()).run()
-    done = Engine(engine.folder, Group())
+    Engine.local(engine.folder).run()
+    done = Engine.local(engine.folder)
     done.run()
-    taken = [id for round in range(config.rounds) for id in done.participants(round)]
+    taken = [id for round in range(config.rounds) for id in done.cohort.participants(round)]
     for id in set(taken):
-        assert int(done.memory(id)["rounds"]) == taken.count(id)
+        assert int(done.cohort.memory(id)["rounds"]) == taken.count(id)

@@ -26,7 +26,7 @@ from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
-from upfl.engine.rounds import assemble
+from upfl.engine.setup import assemble
 from upfl.randomness import generator
 from upfl.state import State
 
@@ -85,7 +85,7 @@ def test_a_clients_round_is_a_function_of_its_arguments(name: str, parts: Parts)
     """Trained again, after another client, and by another object: the same bits."""
     first, first_kept = train_one(parts.training, parts.server, parts.training.memory(parts.client(1)), parts.client(1))
     train_one(parts.training, parts.server, parts.training.memory(parts.client(2)), parts.client(2))
-    other = assemble(parts.config, CPU)[2]
+    other = assemble(parts.config).training
     for training in (parts.training, other):
         up, kept = train_one(training, parts.server, training.memory(parts.client(1)), parts.client(1))
         assert_same_bits(up, first)
@@ -173,8 +173,8 @@ def test_a_first_memory_is_the_seeds_and_the_clients_whenever_it_is_made(name: s
     engine = begun(config_of(name, rounds=1, clients_per_round=1), tmp_path / "run")
     engine.run()
     idle = next(i for i in range(CLIENTS) if int(engine.progress.memory_rounds[i]) < 0)
-    assert_same_bits(engine.memory(idle), engine.training.memory(engine._client(idle, 0)))
-    assert_storable(engine.memory(idle))
+    assert_same_bits(engine.cohort.memory(idle), engine.training.memory(engine.setup.client(idle, 0)))
+    assert_storable(engine.cohort.memory(idle))
 
 
 @of_remembering_trainings
@@ -186,8 +186,8 @@ def test_each_client_has_the_memory_of_its_own_last_round(name: str, tmp_path: P
     memories: dict[int, State] = {}
     for round in range(config.rounds):
         ups = []
-        for id in engine.participants(round):
-            client = LocalClient(engine.federation, engine.inputs, config.seed, id, round)
+        for id in engine.cohort.participants(round):
+            client = LocalClient(engine.federation, engine.setup.inputs, config.seed, id, round)
             memory = memories[id] if id in memories else training.memory(replace(client, round=0))
             up, memories[id] = train_one(training, server, memory, client)
             ups.append(up)
@@ -199,4 +199,4 @@ def test_each_client_has_the_memory_of_its_own_last_round(name: str, tmp_path: P
     assert_same_bits(engine.progress.server, server)
     assert {id for id in range(CLIENTS) if int(engine.progress.memory_rounds[id]) >= 0} == memories.keys()
     for id, memory in memories.items():
-        assert_same_bits(engine.memory(id), memory)
+        assert_same_bits(engine.cohort.memory(id), memory)

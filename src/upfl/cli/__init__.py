@@ -14,7 +14,7 @@ from rich.console import Console
 from upfl import __version__
 from upfl.cli import bundle, data, demo, experiments, methods, report, runs, scores, search
 from upfl.errors import DataError, RunError, UpflError
-from upfl.methods import load_plugins
+from upfl.methods import load_named_plugins
 
 app = typer.Typer(
     name="upfl",
@@ -63,9 +63,9 @@ def main() -> None:
     """Run the command line; errors that a user can act on are shown as one message."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if plugins := [name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name]:
+        if os.environ.get("UPFL_PLUGINS"):
             sys.path.insert(0, str(Path.cwd()))  # where `python -m` would find them, too
-            load_plugins(plugins)
+        load_named_plugins()
         app()
     except UpflError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {_plain(str(error))}")

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from upfl import api, bundle
 from upfl.cli.runs import AsJson
+from upfl.config import listed
 from upfl.contract import Estimate
 from upfl.data.files import Samples, load_unlabelled
 from upfl.errors import DataError
@@ -50,7 +51,7 @@ def export(
         upfl export runs/digits-fedavg-paper-s0 -o bundle --add label-shift,auto
     """
     console = Console(soft_wrap=True)
-    names = [name.strip() for name in add.split(",") if name.strip()] if add else []
+    names = listed(add)
     with console.status("fitting what personalizers need" if names else "writing"):
         written = bundle.export(api.Run(run), out, names)
     manifest = written.manifest

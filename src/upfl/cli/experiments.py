@@ -15,8 +15,8 @@ from rich.markup import escape
 
 from upfl import api
 from upfl.cli.progress import ProgressBar
-from upfl.cli.runs import Track, Workers, lean_table, listed, participation, show_runs
-from upfl.config import PROFILES
+from upfl.cli.runs import Track, Workers, lean_table, numbers, participation, show_runs
+from upfl.config import PROFILES, listed
 from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Observer
 from upfl.errors import ConfigError, RunError
@@ -73,8 +73,8 @@ def experiment(
             one,
             methods=listed(methods),
             datasets=listed(data),
-            seeds=_numbers("--seeds", seeds),
-            partition_seeds=_numbers("--partition-seeds", partition_seeds),
+            seeds=numbers("--seeds", seeds),
+            partition_seeds=numbers("--partition-seeds", partition_seeds),
             profile=profile,
             settings=settings or (),
             rounds=rounds,
@@ -182,13 +182,3 @@ def _watched(job: Job, jobs: list[Job], track: list[str]) -> Iterator[Observer]:
     place = f"{jobs.index(job) + 1}/{len(jobs)}"
     with ProgressBar(f"{place} {job.name}") as bar:
         yield Several([bar, *(tracker(name) for name in track)])
-
-
-def _numbers(option: str, text: str | None) -> list[int]:
-    try:
-        numbers = [int(number) for number in listed(text)]
-        if any(number < 0 for number in numbers):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(f"{option} {text}: give whole numbers from 0, comma-separated: 0,1,2") from None
-    return numbers

@@ -40,7 +40,7 @@ class ProgressBar:
         self._bar.update(self._task, stage="" if error is None else "stopped")
         self._bar.stop()
 
-    def begin(self, run: Engine) -> None:
+    def begin(self, run: Engine[Any]) -> None:
         self._bar.update(self._task, total=run.config.rounds, completed=run.progress.round)
         for note in run.federation.notes if run.progress.round == 0 else ():
             self.note(note)

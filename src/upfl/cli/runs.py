@@ -18,7 +18,7 @@ from rich.table import Table
 
 from upfl import api
 from upfl.cli.progress import ProgressBar
-from upfl.config import PROFILES, Config, configure
+from upfl.config import PROFILES, Config, configure, listed
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Observer
@@ -265,9 +265,16 @@ def _finish(runs: list[api.Run], as_json: bool) -> None:
             typer.echo(f"run folder: {run.path}")
 
 
-def listed(text: str | None) -> list[str]:
-    """The names in a comma-separated option."""
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+def numbers(option: str, text: str | None, least: int = 0) -> list[int]:
+    """The whole numbers in a comma-separated option."""
+    try:
+        found = [int(number) for number in listed(text)]
+        if any(number < least for number in found):
+            raise ValueError
+    except ValueError:
+        example = f"{least},{least + 1},{least + 2}"
+        raise ConfigError(f"{option} {text}: give whole numbers from {least}, comma-separated: {example}") from None
+    return found
 
 
 def participation(text: str | None) -> int | float | None:

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from upfl.cli.runs import AsJson, lean_table
-from upfl.config import toml_value
+from upfl.cli.runs import AsJson, lean_table, numbers
+from upfl.config import listed, toml_value
 from upfl.engine.folder import RunFolder
 from upfl.engine.score import USUAL, Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import ConfigError
@@ -58,12 +58,12 @@ def score(
 
         upfl score runs/cifar10-fedavg-dirichlet --new alpha_new=0.5
     """
-    wanted = _names(names or "")
+    wanted = listed(names)
     if names is not None and not wanted:
         raise ConfigError("--score: name at least one personalizer, such as none,label-shift")
     if out and out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; give the name of a file")
-    asked_sizes, asked_classes = _numbers(sizes, "--sizes"), _numbers(classes, "--classes")
+    asked_sizes, asked_classes = numbers("--sizes", sizes, least=1), numbers("--classes", classes, least=1)
     kinds = [
         Newcomers(count, size, draws)
         for count in asked_classes or ([2] if asked_sizes else [])
@@ -76,7 +76,7 @@ def score(
         def tell(what: str) -> None:
             status.update(escape(what))
 
-        bounds = list(ORACLES) if oracles == "all" else _names(oracles or "")
+        bounds = list(ORACLES) if oracles == "all" else listed(oracles)
         scorer = Scorer(RunFolder.open(run), wanted, bounds, tell, changes, kinds)
         scores = scorer.score(inductive, tell)
         curves = []
@@ -159,10 +159,6 @@ def _against(score: Score, reference: Score) -> dict[str, Any]:
     }
 
 
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
 def _changes(settings: list[str]) -> dict[str, Any]:
     """Fields of the partition."""
     changes = {}
@@ -172,16 +168,6 @@ def _changes(settings: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--new {setting}: write key=value, for example alpha_new=0.5")
         changes[key.removeprefix("partition.")] = toml_value(text)
     return changes
-
-
-def _numbers(text: str | None, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError(f"{option} {text}: whole numbers, comma-separated") from None
-    if any(number < 1 for number in numbers):
-        raise ConfigError(f"{option} {text}: numbers from 1 on")
-    return numbers
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -157,12 +157,16 @@ def _groups(source: Source, what: str) -> Indices:
     return source.groups
 
 
+def validation_sizes(sizes: Indices, fraction: float) -> Indices:
+    """How many of so many samples a client validates on: at least one, unless nobody does, and never all."""
+    validation = np.maximum(np.rint(fraction * sizes).astype(np.int64), int(fraction > 0))
+    kept: Indices = np.minimum(validation, sizes - 1)  # a client always has something to train on
+    return kept
+
+
 def _training_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
     sizes = hands.sizes()
-    validation = np.rint(partition.validation * sizes).astype(np.int64)
-    if partition.validation > 0:
-        validation = np.maximum(validation, 1)
-    validation = np.minimum(validation, sizes - 1)  # a client always has something to train on
+    validation = validation_sizes(sizes, partition.validation)
     angles = _angles(partition.rotations_training, len(hands), _generator(seed, "angles training"))
     return _clients(hands.shuffled(_generator(seed, "validation")), sizes - validation, angles)
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upfl.contract import CrossFitted, Personalized, Personalizer
+from upfl.contract import CrossFitted, Personalized, Personalizer, Published
 from upfl.data.federation import ROLES, Federation, Role
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.group import Group
 from upfl.state import State, all_aligned
+
+Memory = Callable[[int], State | None]  # a training client's own, where its model is made of that
 
 # A score's name, whose it is, and its column in their counts.
 SCORES: tuple[tuple[str, Role, int], ...] = (
@@ -62,34 +64,78 @@ def evaluate(
     given: CrossFitted,
     seed: int,
     group: Group,
-    memory: Callable[[int], State | None] = lambda client: None,
+    memory: Memory = lambda client: None,
     limit: int | None = None,
 ) -> Scores:
     """Score a personalizer on every client (or the first `limit` of each kind), shared out among the workers."""
-    training = torch.zeros(len(federation.training), 3, dtype=torch.int64)
-    new = torch.zeros(len(federation.new), 3, dtype=torch.int64)
-    steps = torch.zeros(len(federation.new), dtype=torch.int64)
-    jobs = [("training", i) for i in range(min(len(training), limit or len(training)))]
-    jobs += [("new", i) for i in range(min(len(new), limit or len(new)))]
-    held = {"training": federation.training.sizes() - federation.training.train_counts, "new": federation.new.sizes()}
-    sizes = [int(held[kind][i]) for kind, i in jobs]
-    for kind, i in group.share(jobs, sizes):
-        group.check()
-        if kind == "training":
-            indices = federation.training.validation(i)
-            if len(indices):
-                client = validation_client(federation, inputs, seed, i)
-                own = memory(i)
-                own = None if own is None else all_aligned(own)
-                personalized = personalizer.personalize(given.without(i), client, own)
-                training[i] = count_correct(personalized, inputs.y(indices))
-        else:
-            personalized = personalizer.personalize(given.published, newcomer(federation, inputs, seed, i))
-            new[i] = count_correct(personalized, inputs.y(federation.new.all(i)))
-            steps[i] = personalized.diary.steps
-    for counts in (training, new, steps):
-        group.sum_(counts)
+    training = validation_counts(federation, inputs, personalizer, given, seed, group, memory, limit)
+    new, steps = newcomer_counts(federation, inputs, personalizer, given.published, seed, group, limit)
     return Scores(training, new, steps)
+
+
+def validation_counts(
+    federation: Federation,
+    inputs: Inputs,
+    personalizer: Personalizer[Any],
+    given: CrossFitted,
+    seed: int,
+    group: Group,
+    memory: Memory = lambda client: None,
+    limit: int | None = None,
+) -> Tensor:
+    """What a personalizer gets right of each training client's validation data: [clients, 3]."""
+    counts = torch.zeros(len(federation.training), 3, dtype=torch.int64)
+    sizes = federation.training.counts("validation")[:limit]
+    for i in group.share(range(len(sizes)), sizes.tolist()):
+        if sizes[i]:
+            group.check()
+            client = validation_client(federation, inputs, seed, i)
+            own = memory(i)
+            own = None if own is None else all_aligned(own)
+            personalized = personalizer.personalize(given.without(i), client, own)
+            counts[i] = count_correct(personalized, inputs.y(federation.training.validation(i)))
+    group.sum_(counts)
+    return counts
+
+
+def newcomer_counts(
+    federation: Federation,
+    inputs: Inputs,
+    personalizer: Personalizer[Any],
+    published: Published,
+    seed: int,
+    group: Group,
+    limit: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What a personalizer gets right of each new client's data, [clients, 3], and the steps that it took."""
+    counts = torch.zeros(len(federation.new), 3, dtype=torch.int64)
+    steps = torch.zeros(len(federation.new), dtype=torch.int64)
+    sizes = federation.new.sizes()[:limit]
+    for i in group.share(range(len(sizes)), sizes.tolist()):
+        group.check()
+        counts[i], steps[i] = score_newcomer(federation, inputs, personalizer, published, seed, i)
+    group.sum_(counts)
+    group.sum_(steps)
+    return counts, steps
+
+
+def score_newcomer(
+    federation: Federation,
+    inputs: Inputs,
+    personalizer: Personalizer[Any],
+    published: Published,
+    seed: int,
+    client: int,
+) -> tuple[Tensor, int]:
+    """A new client's counts and steps: it personalizes without labels, which are looked at afterwards."""
+    personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, client))
+    return count_correct(personalized, inputs.y(federation.new.all(client))), personalized.diary.steps
+
+
+def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
+    """(correct before, correct after, samples)"""
+    before, after = ((logits.argmax(1) == y).sum() for logits in (personalized.before, personalized.logits))
+    return torch.tensor([int(before), int(after), len(y)])
 
 
 def by_architecture(federation: Federation, training: Tensor, new: Tensor) -> dict[str, dict[str, Any]]:
@@ -107,8 +153,3 @@ def by_architecture(federation: Federation, training: Tensor, new: Tensor) -> di
             for score, role, column in SCORES
         } | {"clients": int((held["new"][:, 2] > 0).sum())}
     return {"architectures": scores}
-
-
-def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
-    before, after = ((logits.argmax(1) == y).sum() for logits in (personalized.before, personalized.logits))
-    return torch.tensor([int(before), int(after), len(y)])

@@ -27,41 +27,40 @@ def fit_needs(
     inputs: Inputs,
     seed: int,
     group: Group,
-    limit: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
-    """Fit what the personalizers need, on the training clients, or on the first `limit` where they validate.
+    """Fit what the personalizers need on the training clients of a federation that is here."""
+    require_data(personalizers, federation)
 
-    Returns it with facts about each fit, for the metrics.
-    """
-    plan(personalizers, federation, limit)
+    def by_workers(key: str, fit: Fit) -> tuple[State, int]:
+        clients = [LocalClient(federation, inputs, seed, i, 0) for i in clients_of(type(fit), federation)]
+        return run_fit(fit, clients, seed, group)
 
-    def runner(key: str, fit: Fit) -> tuple[State, int]:
-        ids = clients_of(type(fit), federation, limit)
-        return run(fit, [LocalClient(federation, inputs, seed, i, 0) for i in ids], seed, group)
-
-    return fit_by(runner, personalizers, published, tell)
+    return fit_by(by_workers, personalizers, published, tell)
 
 
 def fit_by(
-    runner: Callable[[str, Fit], tuple[State, int]],
+    run: Callable[[str, Fit], tuple[State, int]],
     personalizers: Sequence[Needy],
     published: Published,
     tell: Callable[[str], None],
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
-    """Fit what the personalizers need, in order, each by `runner`: it gives the end state and how many are missing."""
+    """Fit what the personalizers need, in order. `run` gives a fit's last state, and how many clients were left out.
+
+    Returns what was fitted, with facts about each fit for the metrics.
+    """
     given, facts = CrossFitted(published), {}
     for key, need in needs_of(personalizers).items():
         tell(f"fitting {key}")
         fit = need.stage(given)
-        server, left_out = runner(key, fit)
+        server, left_out = run(key, fit)
         given = given.plus(fit.results(server))
         facts[key] = fit.facts(server) | ({"left_out": left_out} if left_out else {})
     return given, facts
 
 
-def plan(personalizers: Sequence[Needy], federation: Federation, limit: int | None = None) -> None:
-    """Refuse what cannot be fitted."""
+def require_data(personalizers: Sequence[Needy], federation: Federation, limit: int | None = None) -> None:
+    """Refuse personalizers for which something must be fitted on data that no client has."""
     for key, need in needs_of(personalizers).items():
         if not clients_of(need.kind, federation, limit):
             other = "larger" if need.kind.split == "validation" else "smaller"
@@ -76,29 +75,14 @@ def clients_of(kind: type[Fit], federation: Federation, limit: int | None = None
     return [int(i) for i in np.flatnonzero(federation.training.counts(kind.split)[: kind.most(limit)])]
 
 
-def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:
-    """A client's part in a round of a fit: what goes up, what it keeps."""
-    server = all_aligned(server)
-    carry = all_aligned(fit.begin(server, all_aligned(memory), client))
-    for phase in fit.phases(client.round):
-        for batch in client.phase(phase):
-            carry, _ = phase.step(carry, batch, client.round)
-    return fit.finish(server, carry, client)
-
-
-def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
-    """The fit's rounds, over clients that are dealt out among the workers once; and how many were left out."""
-    server = fit.init(generator(seed, "fit", fit.key))
+def run_fit(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:
+    """A fit's rounds over clients that are dealt out among the workers once; and how many clients were left out."""
     counts = clients[0].federation.training.counts(fit.split)
     ours = group.share(clients, [int(counts[client.id]) for client in clients])
     memories = {client.id: fit.memory(client) for client in ours}
-    example = ours[0] if ours else clients[0]
-    memory = memories.get(example.id) or fit.memory(example)
-    like, _ = fit.finish(server, fit.begin(server, memory, example), example)
-    total = FixedPointSum(like, len(clients), fit.scales)
     refused: set[int] = set()
-    for round in range(fit.rounds):
-        total.reset(len(clients))
+
+    def collect(server: State, round: int, total: FixedPointSum) -> None:
         for client in ours:
             group.check()
             up, memories[client.id] = fit_client(fit, server, memories[client.id], replace(client, round=round))
@@ -110,9 +94,44 @@ def run(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[
         total.merged()
         if not total.count:
             raise StoppedError(f"{fit.key}: what every client sent was not finite or too large; the model has diverged")
-        server = fit.aggregate(server, total, round)
-        if fit.done(server):
-            break
+
+    example = ours[0] if ours else clients[0]
+    memory = memories.get(example.id) or fit.memory(example)
+    server = fit_rounds(fit, example, memory, len(clients), seed, collect)
     left_out = torch.tensor([len(refused)])
     group.sum_(left_out)
     return server, int(left_out)
+
+
+def fit_rounds(
+    fit: Fit,
+    example: LocalClient,
+    memory: State,
+    clients: int,
+    seed: int,
+    collect: Callable[[State, int, FixedPointSum], None],
+) -> State:
+    """The rounds of a fit, until it is done: `collect` adds to the sum what at most `clients` clients send in a round.
+
+    What they send has the form of what the example, with its memory, would send.
+    """
+    server = fit.init(generator(seed, "fit", fit.key))
+    like, _ = fit.finish(server, fit.begin(server, memory, example), example)
+    total = FixedPointSum(like, clients, fit.scales)
+    for round in range(fit.rounds):
+        total.reset(clients)
+        collect(server, round, total)
+        server = fit.aggregate(server, total, round)
+        if fit.done(server):
+            break
+    return server
+
+
+def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:
+    """A client's part in a round of a fit: what goes up, what it keeps."""
+    server = all_aligned(server)
+    carry = all_aligned(fit.begin(server, all_aligned(memory), client))
+    for phase in fit.phases(client.round):
+        for batch in client.phase(phase):
+            carry, _ = phase.step(carry, batch, client.round)
+    return fit.finish(server, carry, client)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from upfl.contract import Personalizer, Training, Unlabelled
 from upfl.data.federation import with_newcomers
-from upfl.engine.clients import newcomer, validation_client
+from upfl.engine.clients import newcomer
+from upfl.engine.evaluate import percent, validation_counts
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -74,7 +75,7 @@ class Scorer:
         drawn: Sequence[Newcomers] = (),  # what score_newcomers will be asked for: refused before anything is fitted
     ) -> None:
         self.engine = Engine.standing(folder)
-        self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.inputs
+        self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.setup.inputs
         if newcomers:
             self.federation = with_newcomers(self.federation, self.config.partition, newcomers)
         for kind in drawn:
@@ -110,7 +111,16 @@ class Scorer:
             for name, personalizer in self.personalizers.items():
                 tell(f"scoring {name}")
                 score = self._personalizer(personalizer, clients, inductive)
-                score.validation = self._validation(personalizer)
+                counts = validation_counts(
+                    self.federation,
+                    self.inputs,
+                    personalizer,
+                    self.given,
+                    self.config.seed,
+                    Group(),
+                    self.engine.cohort.own_memory,
+                )
+                score.validation = percent(counts[:, 1], counts[:, 2])
                 scores.append(score)
             for oracle in self.oracles:
                 tell(f"scoring {oracle.name}")
@@ -145,18 +155,6 @@ class Scorer:
         half = replace(client, x=client.x[first])
         predicted = personalizer.personalize(self.given.published, half).predict(client.x[second])
         return int((predicted == y[second]).sum()), len(second)
-
-    def _validation(self, personalizer: Personalizer[Any]) -> float:
-        right, total = 0, 0
-        for i in range(len(self.federation.training)):
-            indices = self.federation.training.validation(i)
-            if len(indices):
-                client = validation_client(self.federation, self.inputs, self.config.seed, i)
-                memory = self.engine.memory(i) if self.engine.training.starts_from_memory else None
-                personalized = personalizer.personalize(self.given.without(i), client, memory)
-                right += int((personalized.logits.argmax(1) == self.inputs.y(indices)).sum())
-                total += len(indices)
-        return 100 * right / max(total, 1)
 
     def _oracle(self, oracle: Oracle, clients: Sequence[tuple[Unlabelled, Tensor]]) -> Score:
         score = Score(oracle.name, oracle.title, bound=True)

@@ -17,7 +17,7 @@ def main(rank: str, size: str, store: str, run: str, *plugins: str) -> None:
     load_plugins(plugins)
     group = join(int(rank), int(size), Path(store))
     try:
-        Engine(RunFolder.open(Path(run)), group).run()
+        Engine.local(RunFolder.open(Path(run)), group).run()
     except StoppedError:  # the first process says why
         sys.exit(FOLLOWED)
     dist.destroy_process_group()

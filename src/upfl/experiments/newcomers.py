@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from upfl.api import Run
-from upfl.contract import Personalizer, Published
-from upfl.data.federation import Federation, with_newcomers
-from upfl.data.inputs import Inputs
-from upfl.engine.clients import newcomer
+from upfl.data.federation import with_newcomers
+from upfl.engine.evaluate import score_newcomer
 from upfl.engine.folder import write_file
-from upfl.engine.rounds import checked_device, one_thread
+from upfl.engine.rounds import one_thread
 from upfl.methods import row_name
 
 
@@ -29,20 +26,32 @@ def newcomers_file(run: Path, changes: Mapping[str, Any]) -> Path:
     return run / "newcomers" / f"{','.join(f'{key}={value}' for key, value in changes.items())}.json"
 
 
-def score_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -> dict[str, Any]:
+def score_on_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -> dict[str, Any]:
     """The rows' scores on the new clients of the changed partition; stored in the run folder, and read from there."""
     file = newcomers_file(run.path, changes)
     if file.exists():
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return stored
-    config, source = run.config, run.federation.source
+    config, inputs = run.config, run.setup.inputs
     federation = with_newcomers(run.federation, config.partition, changes)
-    inputs = Inputs(source, checked_device(config.device))
-    clients = range(min(len(federation.new), config.evaluate_clients or len(federation.new)))
+    clients = range(len(federation.new))[: config.evaluate_clients]
     rows = []
     with one_thread(), ThreadPoolExecutor(workers) as pool:
         for name, personalizer in run.personalizers.items():
-            score = partial(_score, federation, inputs, personalizer, run.published(name), config.seed)
+            published = run.published(name)
+
+            def score(client: int) -> dict[str, Any]:
+                with torch.no_grad():  # which holds for a thread
+                    counts, _ = score_newcomer(federation, inputs, personalizer, published, config.seed, client)  # noqa: B023 - called within its turn of the loop
+                before, after, size = counts.tolist()
+                return {
+                    "client": client,
+                    "kind": "new",
+                    "accuracy": 100 * after / size,
+                    "before": 100 * before / size,
+                    "size": size,
+                }
+
             scored = list(pool.map(score, clients))
             total = sum(client["size"] for client in scored)
             rows.append(
@@ -57,15 +66,3 @@ def score_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -> d
     file.parent.mkdir(exist_ok=True)
     write_file(file, (json.dumps(result, indent=1) + "\n").encode())
     return result
-
-
-def _score(
-    federation: Federation, inputs: Inputs, personalizer: Personalizer[Any], published: Published, seed: int, id: int
-) -> dict[str, Any]:
-    """Personalize without labels, then look at them."""
-    with torch.no_grad():
-        personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, id))
-    y = inputs.y(federation.new.all(id))
-    before, after = (int((z.argmax(1) == y).sum()) for z in (personalized.before, personalized.logits))
-    size = len(y)
-    return {"client": id, "kind": "new", "accuracy": 100 * after / size, "before": 100 * before / size, "size": size}

@@ -31,7 +31,7 @@ from upfl.errors import RunError, UpflError
 from upfl.experiments.definitions import Experiment
 from upfl.experiments.diary import FILE as DIARY
 from upfl.experiments.diary import write_diary
-from upfl.experiments.newcomers import newcomers_file, score_newcomers
+from upfl.experiments.newcomers import newcomers_file, score_on_newcomers
 from upfl.experiments.plan import Job
 
 Watch = Callable[[Job], AbstractContextManager[Observer]]
@@ -130,7 +130,7 @@ def _run(job: Job, path: Path, workers: int | None, observer: Observer) -> None:
     threads = api.worker_count(job.config, done.training, workers)
     for changes in job.newcomers:
         observer.stage(f"scoring new clients, {changes}")
-        score_newcomers(done, changes, threads)
+        score_on_newcomers(done, changes, threads)
     if job.diary_steps and not (path / DIARY).exists():
         write_diary(done, job.diary_steps)
 

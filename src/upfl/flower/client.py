@@ -8,7 +8,6 @@ refused leaves no trace, and a resumed run finds the memory that its checkpoint 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,13 +28,14 @@ from upfl.engine.evaluate import count_correct
 from upfl.engine.fitting import fit_client
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
-from upfl.engine.rounds import assemble, checked_device, matrix_precision, one_thread
+from upfl.engine.rounds import matrix_precision, one_thread
+from upfl.engine.setup import assemble, named_federation
 from upfl.errors import ConfigError, RunError, UpflError
 from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
 from upfl.flower.privacy import clipping
-from upfl.flower.terms import Node, Terms, named_federation, node_federation
+from upfl.flower.terms import Node, Terms, node_federation
 from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
-from upfl.methods import load_plugins
+from upfl.methods import load_named_plugins
 from upfl.state import State, all_aligned, select
 
 Handler = Callable[[Message, Context], RecordDict]
@@ -48,7 +48,7 @@ def answering(handler: Handler) -> Callable[[Message, Context], Message]:
 
     def answer(message: Message, context: Context) -> Message:
         try:
-            load_plugins(name for name in os.environ.get("UPFL_PLUGINS", "").split(",") if name)
+            load_named_plugins()
             with one_thread(), torch.no_grad():
                 content = handler(message, context)
         except UpflError as error:
@@ -90,8 +90,8 @@ def fit(message: Message, context: Context) -> RecordDict:
     """One round of a fit that personalizers need: on this node's validation data, or its training data."""
     node = TrainingNode(message, context)
     arrays, key = from_record(message.content.array_records[ARRAYS]), str(node.facts["key"])
-    stage = needs_of(list(node.personalizers.values()))[key].stage(unpack(arrays, int(node.facts["round"])))
-    if not node.federation.training.counts(stage.split)[node.id]:
+    stage = needs_of(list(node.setup.personalizers.values()))[key].stage(unpack(arrays, int(node.facts["round"])))
+    if not node.setup.federation.training.counts(stage.split)[node.id]:
         return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
     round, store = int(node.facts["fit_round"]), ContextMemory(context.state, f"fit-{key}")
     with node.precision():
@@ -108,12 +108,12 @@ def evaluate(message: Message, context: Context) -> RecordDict:
     """How well each personalizer does on this node's validation data: correct before, correct after, samples."""
     node = TrainingNode(message, context)
     given = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])).without(node.id)
-    memory = node.memory() if node.training.starts_from_memory else None
-    labels = node.inputs.y(node.federation.training.validation(node.id))
-    unlabelled = validation_client(node.federation, node.inputs, node.terms.config.seed, node.id)
+    setup, memory = node.setup, node.memory() if node.training.starts_from_memory else None
+    labels = setup.inputs.y(setup.federation.training.validation(node.id))
+    unlabelled = validation_client(setup.federation, setup.inputs, setup.config.seed, node.id)
     scores: dict[str, Any] = {}
     with node.precision():
-        for name, personalizer in node.personalizers.items() if len(labels) else ():
+        for name, personalizer in setup.personalizers.items() if len(labels) else ():
             scores[name] = count_correct(personalizer.personalize(given, unlabelled, memory), labels).tolist()
     return RecordDict({SCORES: MetricRecord(scores)})
 
@@ -169,10 +169,8 @@ class TrainingNode:
         self.facts: dict[str, Any] = dict(facts_of(message))
         self.terms = Terms.model_validate_json(self.facts["terms"])
         self.node: Node = Node.of(context.node_config, "node-config")
-        self.device = checked_device(self.node.device)
-        self.federation, self.inputs, self.training, self.personalizers = assemble(
-            self.terms.config, self.device, node_federation(self.terms, self.node)
-        )
+        self.setup = assemble(self.terms.config, node_federation(self.terms, self.node), self.node.device)
+        self.training = self.setup.training
         assert self.node.client is not None
         self.id = self.node.client
         self.store: ContextMemory | DiskMemory
@@ -185,7 +183,7 @@ class TrainingNode:
         return matrix_precision(self.terms.config.precision)
 
     def client(self, round: int) -> LocalClient:
-        return LocalClient(self.federation, self.inputs, self.terms.config.seed, self.id, round)
+        return self.setup.client(self.id, round)
 
     def memory(self) -> State:
         """The memory that counts, by the server's word; before the client first took part, what it starts with."""
@@ -193,7 +191,7 @@ class TrainingNode:
             return {}
         version = int(self.facts["memory"])
         memory = self.training.memory(self.client(0)) if version < 0 else self.store.load(version)
-        return all_aligned({name: value.to(self.device) for name, value in memory.items()})
+        return all_aligned({name: value.to(self.setup.device) for name, value in memory.items()})
 
 
 class ContextMemory:

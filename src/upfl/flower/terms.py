@@ -8,21 +8,20 @@ samples of its own; with `newcomer`, the part of a new client of the named data 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from upfl import data
-from upfl.config import Config, read_toml, validated
-from upfl.data.federation import Clients, Federation
+from upfl.config import Config, configure, listed, read_toml, validated
+from upfl.data.federation import Clients, Federation, validation_sizes
 from upfl.data.files import load_labelled
 from upfl.data.inputs import InputFormat
 from upfl.data.partition import Indices
 from upfl.data.sources import Source
+from upfl.engine.setup import named_federation
 from upfl.errors import ConfigError
 from upfl.flower.privacy import Privacy
 from upfl.manifest import TaskSection
@@ -40,6 +39,50 @@ class Table(BaseModel):
         given = {key.replace("-", "_"): value for key, value in values.items() if value != ""}
         table: Self = validated(cls, given, where)
         return table
+
+
+class Settings(Table):
+    """What `flwr run -c` says: the run's description is the engine's, the rest is about nodes."""
+
+    mode: Literal["train", "personalize"] = "train"
+    method: str = "fedtta"
+    dataset: str = Field("digits", description="a named data set; with `task`, the one whose hyper-parameters to take")
+    profile: str = "paper"
+    config: Path | None = Field(None, description="a TOML file of settings, as `upfl train --config` takes it")
+    set: str = Field("", description="hyper-parameters, as --set takes them, separated by spaces")
+    score: str = Field("", description="further personalizers, separated by commas")
+    task: Path | None = Field(None, description="a TOML file that says what nodes' own samples are")
+    out: Path | None = Field(None, description="the run folder, on the SuperLink's machine; a run in it is resumed")
+    min_nodes: int = Field(2, ge=1, description="fewest training nodes to begin with, and good replies to a round")
+    wait: float = Field(600, gt=0, description="seconds to wait for so many nodes")
+    timeout: float = Field(600, gt=0, description="seconds for a node's reply")
+    largest_rms: float = Field(100, gt=0, description="a node whose values have a larger root mean square is left out")
+    clip: float = Field(0, ge=0, description="differential privacy: largest norm of an update; 0 for none")
+    noise: float = Field(0, ge=0, description="differential privacy: noise on the sum, in units of clip")
+    delta: float = Field(1e-5, gt=0, lt=1)
+    bundle: Path | None = Field(None, description="personalize: what newcomers receive, on the SuperLink's machine")
+
+    @model_validator(mode="after")
+    def _private_or_not(self) -> Settings:
+        if bool(self.clip) != bool(self.noise):
+            raise ConfigError("clip and noise belong together: give both, or neither")
+        return self
+
+    @property
+    def privacy(self) -> Privacy | None:
+        return Privacy(clip=self.clip, noise=self.noise, delta=self.delta) if self.clip else None
+
+
+def describe(settings: Settings) -> Config:
+    """The run that the settings describe."""
+    return configure(
+        settings.method,
+        settings.dataset,
+        profile=settings.profile,
+        file=settings.config,
+        settings=settings.set.split(),
+        score=listed(settings.score),
+    )
 
 
 class FederationTask(TaskSection):
@@ -106,18 +149,13 @@ def node_federation(terms: Terms, node: Node) -> Federation:
     assert own.labels is not None
     count, partition = len(own), terms.config.partition
     order = np.random.default_rng(seed_of(terms.config.partition_seed, "partition", "node", node.client))
-    validation = min(max(round(partition.validation * count), int(partition.validation > 0)), count - 1)
     sizes, train_counts = np.zeros((2, task.clients), np.int64)
-    sizes[node.client], train_counts[node.client] = count, count - validation
+    sizes[node.client] = count
+    train_counts[node.client] = count - int(validation_sizes(sizes[[node.client]], partition.validation)[0])
     clients = Clients(
         order.permutation(count), np.concatenate([[0], np.cumsum(sizes)]), train_counts, np.zeros(task.clients)
     )
     return Federation(task.source(own.images, own.labels, own.scale), clients, nobody(), np.empty(0, np.int64), ())
-
-
-def named_federation(config: Config) -> Federation:
-    source = data.load(config.dataset)
-    return data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
 
 
 def unseen_federation(task: FederationTask) -> Federation:
@@ -138,7 +176,3 @@ def require_no_public_set(config: Config) -> None:
 def nobody() -> Clients:
     none = np.empty(0, np.int64)
     return Clients(none, np.zeros(1, np.int64), none, none.astype(np.float64))
-
-
-def without_training_clients(federation: Federation) -> Federation:
-    return replace(federation, training=nobody())

@@ -28,6 +28,11 @@ class LocalHyper(Hyper):
         factor: float = self.decay ** (round / 10)
         return rate * factor
 
+    def weight(self, client: Client) -> float:
+        """A client's weight in the mean."""
+        # A power of two keeps weighted values within the range of the sum and cancels in the mean.
+        return client.count / 1024 if self.aggregation == "samples" else 1.0
+
 
 L = TypeVar("L", bound=LocalHyper)
 
@@ -61,10 +66,9 @@ class LocalTraining(Training[L]):
         """One local step: the new carry and the batch's loss."""
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        # A power of two keeps weighted values within the range of the sum and cancels in the mean.
-        weight = client.count / 1024 if self.hyper.aggregation == "samples" else 1
+        weight = self.hyper.weight(client)
         change = {name: (carry[name] - value).mul_(weight) for name, value in server.items()}
-        return contiguous(change) | {"weight": torch.tensor(float(weight))}, {}
+        return contiguous(change) | {"weight": torch.tensor(weight)}, {}
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         return {name: value + total.mean(name).to(value) for name, value in server.items()}

@@ -105,8 +105,7 @@ class FedMD(Training[D]):
         on_public = Unlabelled(client.id, self.public, architecture=client.architecture)
         adapted = self.adapt.personalize(Published({}, client.round), on_public, memory)
         said = {"base": adapted.before, "personalized": adapted.logits}
-        # A power of two keeps weighted values within the range of the sum and cancels in the mean.
-        weight = client.count / 1024 if self.hyper.aggregation == "samples" else 1.0
+        weight = self.hyper.weight(client)
         up = {kind: said[kind] * weight for kind in self.knowledge}
         return contiguous(up) | {"weight": torch.tensor(weight)}, memory
 

@@ -89,7 +89,7 @@ class OdpflHn(FedAvg):
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:  # type: ignore[override]
         change = {name: (carry[f"start.{name}"] - carry[f"psi.{name}"]).contiguous() for name in self.model.shapes}
-        weight = client.count / 1024 if self.hyper.aggregation == "samples" else 1.0
+        weight = self.hyper.weight(client)
         batches = [batch.x for batch in client.batches("train", CHUNK)]
         return self.gradient(server, batches, change, weight), {}
 

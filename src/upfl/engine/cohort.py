@@ -1,0 +1,175 @@
+"""The clients of a run, as the engine's rounds see them: here worker processes train them, in `flower/` nodes do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upfl.contract import CrossFitted, Fit
+from upfl.engine.clients import LocalClient
+from upfl.engine.evaluate import Scores, evaluate
+from upfl.engine.fitting import clients_of, run_fit
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.folder import Progress, RunFolder
+from upfl.engine.group import Group
+from upfl.engine.local import train_clients
+from upfl.engine.recorded import steps_of
+from upfl.engine.setup import Setup
+from upfl.errors import BadClientError
+from upfl.methods import row_name
+from upfl.randomness import generator
+from upfl.state import State, all_aligned
+
+LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
+Tell = Callable[[str], None]
+
+
+class Cohort(ABC):
+    """Who takes part in a round, how clients train, how something is fitted on them, how they are scored."""
+
+    withheld: frozenset[str] = frozenset()  # figures that these clients do not tell, by their names in the metrics
+
+    def __init__(self, setup: Setup, group: Group) -> None:
+        self.setup, self.group = setup, group
+        self.progress = Progress(server={})
+
+    def begin(self, progress: Progress) -> None:
+        """The run goes on from here. The engine advances this very object."""
+        self.progress = progress
+
+    def saved(self) -> None:  # noqa: B027 - few cohorts care
+        """A checkpoint now holds the progress."""
+
+    @abstractmethod
+    def participants(self, round: int) -> list[int]:
+        """The clients that take part in a round."""
+
+    @abstractmethod
+    def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        """Have clients train, and form the sum of what they send; returns who was left out, and why."""
+
+    @abstractmethod
+    def fit(self, key: str, fit: Fit) -> tuple[State, int]:
+        """Run the rounds of a fit; returns its last state, and how many clients were left out."""
+
+    @abstractmethod
+    def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
+        """Every personalizer's scores on every client."""
+
+    def members(self) -> Sequence[State]:
+        """Training clients' own layers, for trainings that hand them out."""
+        return ()
+
+    def facts(self) -> dict[str, Any]:
+        """What belongs into a round's metrics beside the engine's own figures."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """What belongs into the run's result beside the engine's own figures."""
+        return {}
+
+
+class LocalCohort(Cohort):
+    """Clients of a federation whose data is on this machine, dealt out among the workers of a group."""
+
+    def __init__(self, setup: Setup, folder: RunFolder, group: Group) -> None:
+        super().__init__(setup, group)
+        self.folder = folder
+        self.steps = steps_of(setup.training, setup.device)
+
+    def participants(self, round: int) -> list[int]:
+        count, clients = self.setup.config.participants(self.setup.clients), self.setup.clients
+        if count == clients:
+            return list(range(clients))
+        chosen = torch.randperm(clients, generator=generator(self.setup.config.seed, "participants", round))[:count]
+        return sorted(chosen.tolist())
+
+    def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        failures = torch.zeros(len(participants), dtype=torch.int64)
+        total.reset(len(participants))
+        together = self.setup.config.vectorize  # groups do not depend on the number of workers, nor do their bits
+        for start in self.group.share(range(0, len(participants), together)):
+            self.group.check()
+            members = participants[start : start + together]
+            failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
+        self.group.sum_(total.buffer)
+        self.group.sum_(failures)
+        total.merged()
+        return {client: LEFT_OUT[int(code)] for client, code in zip(participants, failures, strict=True) if code}
+
+    def _train_clients(self, ids: Sequence[int], round: int, total: FixedPointSum) -> list[int]:
+        """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""
+        clients = [self.setup.client(id, round) for id in ids]
+        memories = [self.memory(id) for id in ids]
+        results = train_clients(self.setup.training, self.progress.server, memories, clients, self.steps)
+        return [self._count_in(client, result, total) for client, result in zip(clients, results, strict=True)]
+
+    def _count_in(
+        self, client: LocalClient, result: tuple[Mapping[str, Tensor], State] | BadClientError, total: FixedPointSum
+    ) -> int:
+        if isinstance(result, BadClientError):
+            return 1
+        up, memory = result
+        try:
+            total.add(up)
+        except BadClientError:
+            return 2
+        if self.setup.training.remembers:
+            self.folder.save_memory(client.id, client.round, memory)
+        return 0
+
+    def memory(self, id: int) -> State:
+        """What a client remembers; before it first takes part, what it starts with."""
+        training = self.setup.training
+        if not training.remembers:
+            return {}
+        version = int(self.progress.memory_rounds[id])
+        if version >= 0:
+            return self.folder.load_memory(id, version, self.setup.device)
+        return all_aligned(training.memory(self.setup.client(id, 0)))
+
+    def own_memory(self, id: int) -> State | None:
+        """What a training client's own model is made of, where that is its memory."""
+        return self.memory(id) if self.setup.training.starts_from_memory else None
+
+    def members(self) -> Sequence[State]:
+        return _Members(self) if self.setup.training.publishes_memory else ()
+
+    def fit(self, key: str, fit: Fit) -> tuple[State, int]:
+        setup = self.setup
+        ids = clients_of(type(fit), setup.federation, setup.config.evaluate_clients)
+        return run_fit(fit, [setup.client(id, 0) for id in ids], setup.config.seed, self.group)
+
+    def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
+        scores = {}
+        for name, personalizer in self.setup.personalizers.items():
+            tell(f"scoring {row_name(self.setup.training.name, name)}")
+            scores[name] = evaluate(
+                self.setup.federation,
+                self.setup.inputs,
+                personalizer,
+                given,
+                self.setup.config.seed,
+                self.group,
+                self.own_memory,
+                self.setup.config.evaluate_clients,
+            )
+        return scores
+
+
+class _Members(Sequence[State]):
+    """The memories of all training clients that have trained, each read when it is asked for."""
+
+    def __init__(self, cohort: LocalCohort) -> None:
+        self.cohort = cohort
+        self.trained = (cohort.progress.memory_rounds >= 0).nonzero().flatten().tolist()
+
+    def __len__(self) -> int:
+        return len(self.trained)
+
+    def __getitem__(self, member: Any) -> Any:
+        return self.cohort.memory(self.trained[member])

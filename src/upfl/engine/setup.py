@@ -1,0 +1,90 @@
+"""What a configuration describes, as objects: the data, the training, the personalizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from upfl import data
+from upfl.config import Config
+from upfl.contract import Personalizer, Task, Training
+from upfl.data.federation import Federation
+from upfl.data.inputs import Inputs
+from upfl.engine.clients import LocalClient
+from upfl.engine.fitting import require_data
+from upfl.errors import ConfigError
+from upfl.methods import make_personalizer, make_training, personalizer_class, training_class
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run before its first round: everything that follows from its configuration."""
+
+    config: Config
+    device: torch.device
+    federation: Federation
+    inputs: Inputs
+    training: Training[Any]
+    personalizers: Mapping[str, Personalizer[Any]]
+
+    @property
+    def clients(self) -> int:
+        """How many training clients there are."""
+        return len(self.federation.training)
+
+    def client(self, id: int, round: int) -> LocalClient:
+        return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
+
+
+def assemble(config: Config, federation: Federation | None = None, device: str | None = None) -> Setup:
+    """Make what a configuration describes; refuses what could not be scored after the training.
+
+    A federation whose data come from elsewhere is given; whoever gives it knows who can be scored.
+    """
+    where = checked_device(device or config.device)
+    given = federation
+    if federation is None:
+        federation = named_federation(config)
+    source = federation.source
+    inputs = Inputs(source, where)
+    (_, channels, height, breadth), classes = source.images.shape, len(source.class_names)
+    shape = (channels, height, breadth)
+    shares_public_set = training_class(config.training_name).heterogeneous
+    task = Task(
+        model=config.model.build(shape, classes),
+        classes=classes,
+        clients=len(federation.training),
+        architectures=config.model.architectures(shape, classes),
+        public=inputs.x(federation.public).contiguous() if shares_public_set else None,
+    )
+    training = make_training(config.training_name, task, config.training_hyper())
+    if config.vectorize > 1 and not training.vectorizes:
+        raise ConfigError(f"vectorize = {config.vectorize}: {training.name} trains one client at a time; leave it at 1")
+    personalizers = {
+        name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
+        for name, values in config.personalize.items()
+    }
+    if given is None:
+        require_data(list(personalizers.values()), federation, config.evaluate_clients)
+    return Setup(config, where, federation, inputs, training, personalizers)
+
+
+def named_federation(config: Config) -> Federation:
+    """The federation over the named data set of a configuration."""
+    source = data.load(config.dataset)
+    return data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
+
+
+def checked_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps", "xpu"):
+            raise RuntimeError("not a device that computes")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{name}' cannot be used on this machine: {reason}. Take --device cpu") from error
+    return device

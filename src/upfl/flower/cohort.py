@@ -1,0 +1,296 @@
+"""Flower's nodes as the clients of a run: each trains, fits and validates on its own machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from logging import WARNING
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from upfl.contract import CrossFitted, Fit
+from upfl.engine.cohort import Cohort, Tell
+from upfl.engine.evaluate import Scores, newcomer_counts
+from upfl.engine.fitting import fit_rounds
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.folder import Progress
+from upfl.engine.group import Group
+from upfl.engine.setup import Setup
+from upfl.errors import BadClientError, StoppedError
+from upfl.flower.messages import (
+    ARRAYS,
+    FACTS,
+    NO_DATA,
+    SCORES,
+    arrays_of,
+    exchange,
+    facts_of,
+    pack,
+    problem_in,
+    to_record,
+)
+from upfl.flower.privacy import CLIP, floating
+from upfl.flower.terms import Settings, Terms
+from upfl.randomness import generator
+from upfl.state import State, norm, prefixed
+
+ATTEMPTS = 3  # at a round in which too few nodes gave good replies
+STEP = 2.0  # seconds between looks for nodes
+NEW_CLIENTS = frozenset({"test", "test_before", "test_last", "test_best", "steps"})  # figures about new clients
+
+
+class NodeCohort(Cohort):
+    """The training nodes of a Flower federation."""
+
+    def __init__(self, setup: Setup, grid: Grid, settings: Settings, terms: Terms) -> None:
+        super().__init__(setup, Group())
+        self.grid, self.settings, self.terms, self.privacy = grid, settings, terms, terms.privacy
+        self.nodes: dict[int, int] = {}  # each connected training node's client
+        self.seen: set[int] = set()  # clients that were connected once
+        self.idle: dict[int, str] = {}  # connected nodes that do not train, and why
+        self._saved_memory = torch.empty(0)
+        # Privacy allows no word about a node's own figures; the server may know of no new clients.
+        private = {"loss", "validation"} if self.privacy else set()
+        self.withheld = frozenset(private) | (NEW_CLIENTS if not len(setup.federation.new) else frozenset())
+
+    def begin(self, progress: Progress) -> None:
+        super().begin(progress)
+        self.saved()
+
+    def saved(self) -> None:
+        self._saved_memory = self.progress.memory_rounds.clone()
+
+    # Nodes
+
+    def participants(self, round: int) -> list[int]:
+        """The engine's choice among all clients; those that are not connected have the next ones in their place."""
+        self._meet()
+        config, clients = self.setup.config, self.setup.clients
+        order = torch.arange(clients)
+        if (count := config.participants(clients)) < clients:
+            order = torch.randperm(clients, generator=generator(config.seed, "participants", round))
+        connected = set(self.nodes.values())
+        return sorted([client for client in order.tolist() if client in connected][:count])
+
+    def _meet(self) -> None:
+        """Look who is connected, ask strangers who they are, and wait until there are enough."""
+        end = time.monotonic() + self.settings.wait
+        while True:
+            self._look()
+            if len(self.nodes) >= self.settings.min_nodes:
+                return
+            if time.monotonic() > end:
+                others = "; ".join(f"node {node}: {why}" for node, why in self.idle.items())
+                raise StoppedError(
+                    f"only {len(self.nodes)} training node(s) connected within {self.settings.wait:g} s, and "
+                    f"{self.settings.min_nodes} are needed (min-nodes){'. Others: ' + others if others else ''}"
+                )
+            time.sleep(STEP)
+
+    def _look(self) -> None:
+        present = set(self.grid.get_node_ids())
+        self.nodes = {node: client for node, client in self.nodes.items() if node in present}
+        self.idle = {node: why for node, why in self.idle.items() if node in present}
+        strangers = sorted(present - self.nodes.keys() - self.idle.keys())
+        messages = [self._message(node, "query.introduce", {}) for node in strangers]
+        # Sorted: which of two nodes with one number trains must not depend on who answers first.
+        for node, reply in sorted(exchange(self.grid, messages, self.settings.timeout), key=lambda answer: answer[0]):
+            client = None if problem_in(reply) else facts_of(reply).get("client")
+            if not isinstance(client, int) or not 0 <= client < self.setup.clients:
+                self.idle[node] = problem_in(reply) or "a newcomer: it has no client number"
+            elif client in self.nodes.values():
+                self.idle[node] = f"client {client} is there already"
+            else:
+                self.nodes[node] = client
+            if why := self.idle.get(node):
+                log(WARNING, "node %d does not train: %s", node, why)
+        self.seen |= set(self.nodes.values())
+
+    def _message(self, node: int, kind: str, facts: Mapping[str, Any], arrays: ArrayRecord | None = None) -> Message:
+        content = RecordDict({FACTS: ConfigRecord({"terms": self.terms.model_dump_json(), **facts})})
+        if arrays is not None:
+            content[ARRAYS] = arrays
+        return Message(content, node, kind, ttl=self.settings.timeout)
+
+    # Rounds
+
+    def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        needed = min(self.settings.min_nodes, self.setup.config.participants(self.setup.clients))
+        for attempt in range(1, ATTEMPTS + 1):
+            total.reset(len(participants))
+            left_out = self._ask(participants, round, total)
+            if total.count >= needed:
+                if self.privacy:
+                    self.privacy.disturb(total)
+                return left_out
+            log(WARNING, "round %d, attempt %d: %d good replies", round + 1, attempt, total.count)
+        reasons = "; ".join(f"client {client}: {why}" for client, why in left_out.items())
+        raise StoppedError(
+            f"round {round + 1}: {total.count} good replies at the last of {ATTEMPTS} attempts, and {needed} are "
+            f"needed (min-nodes). {reasons}"
+        )
+
+    def _ask(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
+        node_of = {client: node for node, client in self.nodes.items()}
+        facts = {"round": round} | ({CLIP: self.privacy.clip} if self.privacy else {})
+        arrays = to_record(self.progress.server)
+        messages = [
+            self._message(node_of[client], "train", facts | self._memory_facts(client), arrays)
+            for client in participants
+        ]
+        left_out = dict.fromkeys(participants, f"did not reply within {self.settings.timeout:g} s")
+        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+            client = self.nodes[node]
+            try:
+                self._add(reply, total)
+                del left_out[client]
+            except BadClientError as error:
+                left_out[client] = str(error)
+        return left_out
+
+    def _add(self, reply: Message, total: FixedPointSum) -> None:
+        """Add what a node sent to the sum, or refuse it and change nothing."""
+        up = arrays_of(reply)
+        total.check(up)
+        if self.privacy:
+            self.privacy.check(up)
+        elif (rms := root_mean_square(up)) > self.settings.largest_rms:
+            raise BadClientError(f"its values have the root mean square {rms:g}, above {self.settings.largest_rms:g}")
+        total.add(up)
+
+    def _memory_facts(self, client: int) -> dict[str, int]:
+        if not self.setup.training.remembers:
+            return {}
+        return {"memory": int(self.progress.memory_rounds[client]), "memory_saved": int(self._saved_memory[client])}
+
+    def facts(self) -> dict[str, Any]:
+        spent = {"epsilon": self._epsilon(), "delta": self.privacy.delta} if self.privacy else {}
+        absent = sorted(self.seen - set(self.nodes.values()))
+        return spent | ({"absent": absent} if absent else {})
+
+    def summary(self) -> dict[str, Any]:
+        if not self.privacy:
+            return {}
+        spent = {"epsilon": self._epsilon(), "rounds": self.progress.round}
+        return {"privacy": {**self.privacy.model_dump(), **spent}}
+
+    def _epsilon(self) -> float:
+        assert self.privacy is not None
+        return self.privacy.epsilon(self.progress.round)
+
+    # Fits and scores
+
+    def fit(self, key: str, fit: Fit) -> tuple[State, int]:
+        """The rounds of a fit over the nodes.
+
+        Its rounds compare sums, so they must be over the same nodes: where one fails, all is done again without it.
+        """
+        nodes = {node for node, client in self.nodes.items() if client < (fit.most(self._scored) or self.setup.clients)}
+        missing = 0
+        while True:
+            try:
+                return self._try_fit(key, fit, nodes), missing
+            except _NodesFailedError as failed:
+                nodes, missing = nodes - failed.why.keys(), missing + len(failed.why)
+                for node, why in failed.why.items():
+                    log(WARNING, "%s is fitted without client %d: %s", key, self.nodes[node], why)
+
+    def _try_fit(self, key: str, fit: Fit, nodes: set[int]) -> State:
+        given, versions = pack(fit.given), dict.fromkeys(sorted(nodes), -1)
+
+        def collect(server: State, round: int, total: FixedPointSum) -> None:
+            facts = {"key": key, "round": fit.given.published.round, "fit_round": round}
+            arrays = to_record(given | prefixed("fit", server))
+            messages = [
+                self._message(node, "train.fit", facts | {"memory": version}, arrays)
+                for node, version in versions.items()
+            ]
+            failed = dict.fromkeys(versions, f"did not reply within {self.settings.timeout:g} s")
+            for node, reply in exchange(self.grid, messages, self.settings.timeout):
+                if not problem_in(reply) and facts_of(reply).get(NO_DATA):
+                    del versions[node], failed[node]
+                    continue
+                try:
+                    total.add(fit.checked(arrays_of(reply)))
+                    versions[node] = round
+                    del failed[node]
+                except BadClientError as error:
+                    failed[node] = str(error)
+            if failed:
+                raise _NodesFailedError(failed)
+            if not total.count:
+                raise StoppedError(f"{key} cannot be fitted: no node that is left has {fit.split} data")
+
+        counts = self.setup.federation.training.counts(fit.split)
+        example = self.setup.client(int(counts.nonzero()[0][0]), 0)
+        return fit_rounds(fit, example, fit.memory(example), self.setup.clients, self.setup.config.seed, collect)
+
+    @property
+    def _scored(self) -> int:
+        """Clients below this number are scored."""
+        return self.setup.config.evaluate_clients or self.setup.clients
+
+    def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
+        """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
+        tell("scoring")
+        setup = self.setup
+        validation = {name: torch.zeros(setup.clients, 3, dtype=torch.int64) for name in setup.personalizers}
+        if not self.privacy:
+            for client, counts in self._validate(given):
+                for name, count in counts.items():
+                    validation[name][client] = torch.tensor(count)
+        scores = {}
+        for name, personalizer in setup.personalizers.items():
+            new, steps = newcomer_counts(
+                setup.federation,
+                setup.inputs,
+                personalizer,
+                given.published,
+                setup.config.seed,
+                self.group,
+                setup.config.evaluate_clients,
+            )
+            scores[name] = Scores(validation[name], new, steps)
+        return scores
+
+    def _validate(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        arrays = to_record(pack(given))
+        messages = [
+            self._message(node, "evaluate", {"round": given.published.round} | self._memory_facts(client), arrays)
+            for node, client in self.nodes.items()
+            if client < self._scored
+        ]
+        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+            counts = {} if problem_in(reply) else dict(reply.content.metric_records.get(SCORES) or {})
+            if counts.keys() == self.setup.personalizers.keys() and all(map(_are_counts, counts.values())):
+                yield self.nodes[node], counts  # type: ignore[misc]
+            elif counts or problem_in(reply):
+                log(
+                    WARNING,
+                    "client %d has no validation scores: %s",
+                    self.nodes[node],
+                    problem_in(reply) or "no counts",
+                )
+
+
+class _NodesFailedError(Exception):
+    """Nodes that did not give a good reply in a round of a fit."""
+
+    def __init__(self, why: dict[int, str]) -> None:
+        super().__init__()
+        self.why = why
+
+
+def root_mean_square(up: State) -> float:
+    values = floating(up)
+    return float(norm(values)) / math.sqrt(max(sum(value.numel() for value in values), 1))
+
+
+def _are_counts(counts: Any) -> bool:
+    whole = isinstance(counts, list) and len(counts) == 3 and all(type(count) is int for count in counts)
+    return whole and 0 <= counts[0] <= counts[2] < 2**32 and 0 <= counts[1] <= counts[2]
