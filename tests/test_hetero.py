@@ -67,9 +67,9 @@ def made(kind: type[T], task: Task, **hyper: Any) -> T:
     return training
 
 
-def hetero(case: Case, **hyper: Any) -> HeteroFedTTA:
+def hetero(case: Case, public: int = PUBLIC, **hyper: Any) -> HeteroFedTTA:
     """One architecture: that of the case."""
-    task = Task(case.model, CLASSES, 3, public=case.x(PUBLIC, 5, torch.float32))
+    task = Task(case.model, CLASSES, 3, public=case.x(public, 5, torch.float32))
     return made(HeteroFedTTA, task, **hyper)
 
 
@@ -209,8 +209,13 @@ def test_gradients_reach_phi_through_the_digest(case: Case) -> None:
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.8])
 def test_a_client_that_is_its_own_teacher_starts_at_zero(case: Case, lambda_: float) -> None:
-    """One architecture, one client: what it sent is what it says when the next round's digest begins."""
-    training = hetero(case, lambda_=lambda_, decay=1.0)
+    """One architecture, one client: what it sent is what it says when the next round's digest begins.
+
+    The public set is a batch of the digest, and more than one of the local steps.
+    """
+    public = HeteroFedTTAHyper().digest_batch
+    assert public > HeteroFedTTAHyper().batch_size
+    training = hetero(case, public, lambda_=lambda_, decay=1.0)
     server = training.init(generator(0, "init"))
     memory = training.memory(Somebody())
     with torch.no_grad():
@@ -221,7 +226,7 @@ def test_a_client_that_is_its_own_teacher_starts_at_zero(case: Case, lambda_: fl
         total = FixedPointSum(up, 1)
         total.add(up)
         server = training.aggregate(server, total, 0)
-        whole = Batch(training.public, torch.zeros(PUBLIC, dtype=torch.int64), index=torch.arange(PUBLIC))
+        whole = Batch(training.public, torch.zeros(public, dtype=torch.int64), index=torch.arange(public))
         others = {name: value.flip(0) for name, value in server.items()}
         for knowledge, expected in ((server, 0.0), (others, 1.0)):
             carry = training.begin(knowledge, memory, Somebody(round=1))

@@ -168,7 +168,8 @@ def make_training(name: str, task: Task, hyper: Any) -> Training[Any]:
         raise ConfigError(f"training '{name}' does not fit this model: {reason}")
     training = kind(task, hyper)
     if isinstance(training, FedMD):
-        training.adapt = make_personalizer(training.adapts_by, training, personalizer_class(training.adapts_by).Hyper())
+        settings = personalizer_class(training.adapts_by).Hyper(**training.adapts_with)
+        training.adapt = make_personalizer(training.adapts_by, training, settings)
     return training
 
 

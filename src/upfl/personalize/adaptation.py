@@ -7,19 +7,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from upfl.contract import chunks
+from upfl.contract import CHUNK, chunks
 from upfl.state import State
 
 
 def summed_gradient(
-    of: Callable[[Tensor], Tensor], logits: Callable[[State, Tensor], Tensor], params: State, x: Tensor
+    of: Callable[[Tensor], Tensor],
+    logits: Callable[[State, Tensor], Tensor],
+    params: State,
+    x: Tensor,
+    size: int = CHUNK,
 ) -> tuple[Tensor, Tensor, State]:
-    """Logits on all of x, the sum over samples of `of(logits)`, and that sum's gradient for the parameters."""
+    """Logits on all of x, the sum of `of(logits)`, and that sum's gradient for the parameters.
+
+    `of` is asked for so many samples at a time; mostly it gives one value for each, and their number does not matter.
+    """
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     gradient = [torch.zeros_like(value) for value in leaves.values()]
     total = torch.zeros((), device=x.device)
     outputs = []
-    for part in chunks(x):
+    for part in chunks(x, size):
         with torch.enable_grad():
             z = logits(leaves, part)
             value = of(z).sum()

@@ -1,15 +1,17 @@
 """Adaptation guided by the learned model g: one step (FedTTA) and early-stopped steps (FedTTA++).
 
-    l_per(psi) = sqrt(min(n, 64)) * sqrt(mean_j g(f(x_j; psi); phi)^2)
+    l_per(psi) = sqrt(min(n, b)) * sqrt(mean_j g(f(x_j; psi); phi)^2)             b the batch size of training
     psi <- psi - inner_lr * (clip(grad l_per) + weight_decay * psi)               inner_lr with its decay
 
 FedTTA takes one step. FedTTA++ takes up to `steps`, looks at the mean entropy of the predictions after each, stops when
 it has not fallen for `patience` steps, and keeps the model with the least entropy.
 
-Settled: training takes the norm over a batch of 64, which grows with the square root of the batch, so that the norm
-over all of a newcomer's data would step too far; the authors average the norms of batches of 64. The form above has the
-same scale and does not depend on the order of the samples. 50 steps and the unadapted model as a candidate come from
-the authors' code; the paper's algorithm compares adapted models only (`candidates = "adapted"`).
+Settled: training takes the norm over a batch, which grows with the square root of the batch, so that the norm over all
+of a newcomer's data would step too far. The authors average the norms of the client's batches, of which the last may
+be short and counts as much as the others (`norm = "batches"`). The form above has the same scale and does not depend
+on the order of the samples. b is the training's `batch_size`; on a public set, where clients of different models learn
+their guides in other batches, that phase's (`training/hetero_fedtta.py`). 50 steps and the unadapted model as a
+candidate come from the authors' code; the paper's algorithm compares adapted models only (`candidates = "adapted"`).
 """
 
 import math
@@ -29,20 +31,24 @@ from upfl.contract import (
     Training,
     Unlabelled,
     all_logits,
+    chunks,
 )
 from upfl.personalize.adaptation import entropy, summed_gradient
 from upfl.state import State
 from upfl.training.fedtta import FedTTAHyper
 from upfl.training.sgd import sgd_
 
-TRAINING_BATCH = 64
+
+class GuidedHyper(Hyper):
+    batch: int | None = Field(None, ge=1, description="b in l_per; the training's batch size where silent")
+    norm: Literal["rms", "batches"] = Field("rms", description="of g over all samples, or the mean over batches of b")
 
 
-class OneStepHyper(Hyper):
+class OneStepHyper(GuidedHyper):
     pass
 
 
-class EarlyStoppedHyper(Hyper):
+class EarlyStoppedHyper(GuidedHyper):
     steps: int = Field(50, ge=1, description="at most")
     patience: int = Field(1, ge=1, description="steps without a fall of the entropy before stopping")
     candidates: Literal["all", "adapted"] = Field("all", description="whether the unadapted model may be kept")
@@ -61,7 +67,7 @@ class Guided(Protocol):
         """g(logits; phi): a number for each sample, as a differentiable function."""
 
 
-H = TypeVar("H", bound=Hyper)
+H = TypeVar("H", bound=GuidedHyper)
 
 
 class _Guided(Personalizer[H]):
@@ -75,12 +81,25 @@ class _Guided(Personalizer[H]):
             return None
         return f"it needs the adaptation model that FedTTA's trainings learn, and {training.name} learns none"
 
+    @property
+    def batch(self) -> int:
+        return int(self.hyper.batch or self.training.hyper.batch_size)
+
     def step(self, phi: State, psi: State, x: Tensor, round: int) -> tuple[Tensor, float, State]:
         """The logits and l_per of psi, and psi after a step."""
         training, hyper = self.training, self.training.hyper
-        logits, squares, gradient = summed_gradient(lambda z: training.guide(phi, z).square(), training.logits, psi, x)
-        l_per = _scaled(squares.item(), len(x))
-        scale = min(len(x), TRAINING_BATCH) / (2 * l_per * len(x))
+        if self.hyper.norm == "batches":
+            logits, norms, gradient = summed_gradient(
+                lambda z: _norm(training.guide(phi, z)), training.logits, psi, x, self.batch
+            )
+            parts = -(-len(x) // self.batch)
+            l_per, scale = norms.item() / parts, 1 / parts
+        else:
+            logits, squares, gradient = summed_gradient(
+                lambda z: training.guide(phi, z).square(), training.logits, psi, x
+            )
+            l_per = self._scaled(squares.item(), len(x))
+            scale = min(len(x), self.batch) / (2 * l_per * len(x))
         stepped = {name: value.clone() for name, value in psi.items()}
         scaled = {name: value * scale for name, value in gradient.items()}
         sgd_(stepped, scaled, hyper.rate(hyper.inner_lr, round), hyper.weight_decay, hyper.clip)
@@ -89,11 +108,19 @@ class _Guided(Personalizer[H]):
     def loss(self, phi: State, logits: Tensor) -> float:
         """l_per of given logits."""
         with torch.no_grad():
-            return _scaled(self.training.guide(phi, logits).square().sum().item(), len(logits))
+            said = self.training.guide(phi, logits)
+            if self.hyper.norm == "batches":
+                norms = [_norm(part).item() for part in chunks(said, self.batch)]
+                return sum(norms) / len(norms)
+            return self._scaled(said.square().sum().item(), len(logits))
+
+    def _scaled(self, squares: float, count: int) -> float:
+        return math.sqrt(min(count, self.batch) * (squares / count + 1e-12))
 
 
-def _scaled(squares: float, count: int) -> float:
-    return math.sqrt(min(count, TRAINING_BATCH) * (squares / count + 1e-12))
+def _norm(said: Tensor) -> Tensor:
+    """The norm that training takes over a batch."""
+    return (said.square().sum() + 1e-12).sqrt()
 
 
 class OneStep(_Guided[OneStepHyper]):

@@ -73,6 +73,11 @@ class FedMD(Training[D]):
         architectures = task.architectures or {"": Architecture(task.model)}
         self.students = {name: self.student(architecture) for name, architecture in architectures.items()}
 
+    @property
+    def adapts_with(self) -> dict[str, Any]:
+        """Hyper-parameters of that personalizer on the public set, where they are not its own."""
+        return {}
+
     @abstractmethod
     def student(self, architecture: Architecture) -> Student: ...
 

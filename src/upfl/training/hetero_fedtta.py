@@ -10,9 +10,13 @@ of the cross-entropy, and the second term in place of FedTTA-Prox's. lambda = 0 
 psi can learn the personalized outputs by itself and leave phi idle. Then 20 FedTTA steps on the client's own data; then
 one guided step on P, as a newcomer takes it on its data (`personalize/fedtta.py`), before the logits are sent.
 
-Settled: phi's momentum runs on from the digest into the local steps (one optimizer in the authors' code); what else see
-`training/fedmd.py` and `training/fedtta.py`.
+Settled: the step on P has the scale of the digest's, which learns from it: `digest_batch` takes the place of the batch
+size in l_per, so that a client that is its own teacher starts the digest without a loss. phi's momentum runs on from
+the digest into the local steps (one optimizer in the authors' code). What else see `training/fedmd.py` and
+`training/fedtta.py`.
 """
+
+from typing import Any
 
 from pydantic import Field
 from torch import Tensor
@@ -52,6 +56,10 @@ class HeteroFedTTA(FedMD[HeteroFedTTAHyper]):
     def __init__(self, task: Task, hyper: HeteroFedTTAHyper) -> None:
         super().__init__(task, hyper)
         self.g = adaptation_model(task.classes)  # applied to any phi: the widths are the parameters'
+
+    @property
+    def adapts_with(self) -> dict[str, Any]:
+        return {"batch": self.hyper.digest_batch}
 
     def student(self, architecture: Architecture) -> Student:
         task = Task(architecture.model, self.task.classes, self.task.clients)
