@@ -34,7 +34,7 @@ from upfl import api
 from upfl.cli import main
 from upfl.config import Config, configure
 from upfl.contract import Batch, Client, Personalized, Published, Total, Unlabelled
-from upfl.methods import PERSONALIZERS, TRAININGS, register
+from upfl.methods import PERSONALIZERS, TRAININGS, register, resolve
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 from upfl.training.fedavg import FedAvg
@@ -155,16 +155,21 @@ SMALL = ("iterations=2", "model.hidden=16", "partition.clients=16", "evaluate_cl
 
 
 def small(method: str = "counting", *settings: str, **options: Any) -> Config:
-    """A run of a second: 8 training clients, 3 of them a round, 4 rounds."""
-    asked = {"rounds": 4, "clients_per_round": 3, "evaluate_every": 2} | options
+    """A run of a second: 8 training clients, 3 of them a round, 4 rounds, or as many as it takes to ask all in turn."""
+    asked = scale(method) | options
     return configure(method, "digits", profile="smoke", settings=(*SMALL, *settings), **asked)
+
+
+def scale(method: str) -> dict[str, int]:
+    limited: dict[str, int] = {} if TRAININGS[resolve(method)[0]].in_turn else {"rounds": 4, "evaluate_every": 2}
+    return {"clients_per_round": 3, **limited}
 
 
 def arguments(method: str = "counting", *more: str) -> list[str]:
     """The command line of the same run."""
     settings = [part for setting in SMALL for part in ("--set", setting)]
-    scale = ["--rounds", "4", "--clients-per-round", "3", "--evaluate-every", "2"]
-    return ["train", method, "digits", "--profile", "smoke", *settings, *scale, *more]
+    asked = [part for key, value in scale(method).items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    return ["train", method, "digits", "--profile", "smoke", *settings, *asked, *more]
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -423,7 +423,7 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("model", 1, "outputs", value=10**12), "model: has .* parameters, more than"),
         (put("model", 1, "outputs", value=13), "does not take images|tensor"),
         (put("model", 1, "name", value="fc2"), "does not take images|tensor"),
-        (put("model", 1, "name", value=None), "belong to linear layers"),
+        (put("model", 1, "name", value=None), "belong to layers with parameters"),
         (put("model", 0, "kind", value="pickle"), r"model\.0\.kind"),
         (put("surplus", value=1), "surplus"),
     ],

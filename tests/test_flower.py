@@ -56,7 +56,17 @@ from upfl.randomness import seed_of
 from upfl.state import State, norm
 
 CLIENTS = 8
-ROUND_BY_ROUND = ["fedavg", "fedtta", "scaffold", "fedgma", "hetero-fedtta", "afl", "odpfl-hn", "counting"]
+ROUND_BY_ROUND = [
+    "fedavg",
+    "fedtta",
+    "scaffold",
+    "fedgma",
+    "hetero-fedtta",
+    "afl",
+    "odpfl-hn",
+    "closed-form",
+    "counting",
+]
 load = functools.cache(data.load)
 
 
@@ -118,7 +128,7 @@ def test_the_app_gives_the_engines_bits_round_by_round(method: str, tmp_path: Pa
     watches = Watch(), Watch()
     api.train(config, tmp_path / "engine", workers=1, observer=watches[0])
     federated(config, tmp_path / "flower", InProcessGrid(nodes()), watches[1])
-    assert len(watches[0].states) == 4
+    assert len(watches[0].states) == config.rounds
     for ours, theirs in zip(*(watch.states for watch in watches), strict=True):
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)

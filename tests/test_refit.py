@@ -20,9 +20,10 @@ from upfl.config import configure
 from upfl.contract import NO_FOLDS, Batch, CrossFitted, Published, Split, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.errors import BadClientError
+from upfl.last_layer import discriminant
 from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
-from upfl.personalize.refit import Discriminant, Refit, RefitHyper, discriminant
+from upfl.personalize.refit import Discriminant, Refit, RefitHyper
 from upfl.randomness import generator
 from upfl.state import prefixed, select
 from upfl.training.fedavg import FedAvg, FedAvgHyper

@@ -126,11 +126,7 @@ class Config(_Strict):
 
     def participants(self, clients: int) -> int:
         """How many of the existing clients take part in a round."""
-        if self.clients_per_round is None:
-            return clients
-        if isinstance(self.clients_per_round, int):
-            return min(self.clients_per_round, clients)
-        return max(1, round(self.clients_per_round * clients))
+        return participants(self.clients_per_round, clients)
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -167,6 +163,7 @@ PUBLIC = {
     "lite": 0.1,
     "smoke": 0.01,
 }  # the public set that clients with different models share
+ROUNDS = ("rounds", "clients_per_round", "evaluate_every")  # what a training that asks clients in turn settles itself
 
 
 def configure(
@@ -194,7 +191,9 @@ def configure(
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
     values = _defaults(dataset, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
-    for layer, where in ((PROFILES[profile], "profile"), (from_file, str(file)), (given, "options")):
+    in_turn = training_class(training).in_turn
+    scale = {key: value for key, value in PROFILES[profile].items() if not in_turn or key not in ROUNDS}
+    for layer, where in ((scale, "profile"), (from_file, str(file)), (given, "options")):
         _check_tables(layer, where)
         values = _merged(values, layer)
     values = _merged(values, {"method": method, "dataset": dataset, "profile": profile})
@@ -207,8 +206,28 @@ def configure(
     for setting in settings:
         _set(values, setting)
     values["partition"] = default_partition(dataset).revised(values["partition"])
+    if in_turn:
+        values.setdefault("rounds", rounds_needed(values, values["partition"].clients))
+        values.setdefault("evaluate_every", values["rounds"])  # before the last pass there is nothing to score
     config: Config = validated(Config, values, str(file) if file else "the configuration")
     return config
+
+
+def rounds_needed(values: Mapping[str, Any], clients: int) -> int:
+    """How many rounds a training takes that asks its clients, half of all, in turn; others may stop at any round."""
+    kind, asked = training_class(values["training"]["name"]), values.get("clients_per_round")
+    hyper = validated(
+        kind.Hyper, {key: value for key, value in values["training"].items() if key != "name"}, "training"
+    )
+    half = (clients + 1) // 2
+    return kind.passes(hyper) * -(-half // participants(asked, half))
+
+
+def participants(asked: float | None, clients: int) -> int:
+    """How many of the existing clients take part in a round: a number or a fraction of them, or all."""
+    if asked is None:
+        return clients
+    return min(asked, clients) if isinstance(asked, int) else max(1, round(asked * clients))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -238,7 +257,7 @@ def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[st
     for name in personalizers:
         personalizer_class(name)
     return {
-        "rounds": paper()["rounds"][dataset],
+        **({} if training_class(training).in_turn else {"rounds": paper()["rounds"][dataset]}),
         "model": paper_model(dataset).model_dump(exclude={"sizes"}),
         "partition": {"public": PUBLIC[profile]} if training_class(training).heterogeneous else {},
         "training": {"name": training, **searched.get(training, {})},

@@ -31,16 +31,24 @@ class TaskSection(_Strict):
 
 
 class LayerSection(_Strict):
-    kind: Literal["linear", "convolution", "relu", "flatten"]
+    kind: Literal["linear", "convolution", "relu", "flatten", "patches"]
     name: str | None = Field(None, pattern=r"^\w+$")
     inputs: int | None = Field(None, ge=1)
     outputs: int | None = Field(None, ge=1)
+    patch: int | None = Field(None, ge=1, le=2**10)
+    grid: int | None = Field(None, ge=1, le=2**10)
+    threshold: float | None = Field(None, ge=0, le=4)
+    contrast: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         given = {self.name is not None, self.inputs is not None, self.outputs is not None}
-        if given != {self.kind in ("linear", "convolution")}:
-            raise ValueError("name, inputs and outputs belong to linear layers and convolutions, all three of them")
+        if given != {self.kind in ("linear", "convolution", "patches")}:
+            raise ValueError("name, inputs and outputs belong to layers with parameters, all three of them")
+        if {value is not None for value in (self.patch, self.grid, self.threshold, self.contrast)} != {
+            self.kind == "patches"
+        }:
+            raise ValueError("patch, grid, threshold and contrast belong to patches, all four of them")
         return self
 
 

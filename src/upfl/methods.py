@@ -25,6 +25,7 @@ from upfl.personalize.refit import Refit
 from upfl.personalize.tent import Tent
 from upfl.suggest import unknown
 from upfl.training.afl import AFL
+from upfl.training.closed_form import ClosedForm
 from upfl.training.fedadg import FedADG
 from upfl.training.fedavg import FedAvg
 from upfl.training.fedgma import FedGMA
@@ -82,6 +83,14 @@ ROWS = [
     Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
     Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
     Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
+    Method("closed-form", "Closed form", "closed-form", "none", "features and last layer from sums, without gradients"),
+    Method(
+        "closed-form-label-shift",
+        "Closed form, label shift",
+        "closed-form",
+        "label-shift",
+        "the same, then the newcomer's own mix of classes",
+    ),
     Method("hetero-fedtta", "HeteroFedTTA", "hetero-fedtta", "one-step", "FedTTA over models of different size"),
     Method("hetero-tent", "hetero-TENT", "hetero-tent", "tent", "TENT over models of different size"),
 ]
@@ -89,7 +98,7 @@ ROWS = [
 TRAININGS: dict[str, type[Training[Any]]] = {
     training.name: training
     for training in (
-        *(FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn),
+        *(FedAvg, FedProx, Scaffold, AFL, FedGMA, FedADG, FedSR, FedPer, OdpflHn, ClosedForm),
         *(FedTTA, FedTTAProx, HeteroFedTTA, HeteroTent),
     )
 }

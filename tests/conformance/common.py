@@ -24,6 +24,7 @@ from upfl.training.fedavg import FedAvg
 
 CPU = torch.device("cpu")
 ROUNDS = 4
+PASSING = 6  # rounds of a training that asks its clients in turn: three passes of two
 CLIENTS = 6  # of each kind
 
 
@@ -70,7 +71,8 @@ def _table() -> dict[str, list[str]]:
     """Every training, with the personalizers that fit it."""
     fitting = {}
     for name, kind in KINDS.items():
-        task = Task(mlp(64, (16, 16), 10), 10, CLIENTS, public=torch.zeros(20, 1, 8, 8))
+        model = kind.own_model((1, 8, 8), 10, kind.Hyper()) or mlp(64, (16, 16), 10)
+        task = Task(model, 10, CLIENTS, public=torch.zeros(20, 1, 8, 8))
         training = kind(task, kind.Hyper())
         fitting[name] = [key for key, personalizer in PERSONALIZERS.items() if personalizer.why_not(training) is None]
     return fitting
@@ -100,6 +102,10 @@ of_every_pair = pytest.mark.parametrize(
 )
 
 
+def rounds_of(name: str) -> int:
+    return PASSING if KINDS[name].in_turn else ROUNDS
+
+
 def config_of(name: str, **options: Any) -> Config:
     """A run of a second or a few: digits, six clients of each kind, scored as `SCORED` says.
 
@@ -112,12 +118,13 @@ def config_of(name: str, **options: Any) -> Config:
         "digest_epochs": 2,
         "digest_batch": 10,
         "newcomer_epochs": 2,
-    }
+        "filters": 8,
+    } | ({"iterations": 1} if KINDS[name].in_turn else {})
     settings = [f"{key}={value}" for key, value in small.items() if key in TRAININGS[name].Hyper.model_fields]
     scale: dict[str, Any] = {
-        "rounds": ROUNDS,
+        "rounds": rounds_of(name),
         "clients_per_round": 4,
-        "evaluate_every": 2,
+        "evaluate_every": rounds_of(name) // 2,
         "evaluate_clients": 3,
         "model": {"hidden": 16},
         "partition": {"clients": 2 * CLIENTS},

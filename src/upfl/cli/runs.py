@@ -18,12 +18,12 @@ from rich.table import Table
 
 from upfl import api
 from upfl.cli.progress import ProgressBar
-from upfl.config import PROFILES, Config, configure, listed
+from upfl.config import PROFILES, Config, configure, listed, rounds_needed
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Observer
 from upfl.errors import ConfigError, RunError, StoppedError, UpflError
-from upfl.methods import ROWS, row_title
+from upfl.methods import ROWS, row_title, training_class
 from upfl.track import TRACKERS, Several, tracker
 
 Workers = Annotated[
@@ -88,6 +88,7 @@ def train(
         device=device,
         vectorize=vectorize,
     )
+    require_enough_rounds(described)
     path = out or default_folder(described)
     with watched(path, f"{described.method}, {described.dataset}", as_json, listed(track)) as observer:
         run = api.train(described, path, workers=workers, observer=observer)
@@ -135,6 +136,18 @@ def show(
         Console(stderr=True, soft_wrap=True).print(f"[yellow]left out:[/yellow] {escape(problem)}")
     if problems and not readable:
         raise RunError("none of these can be shown")
+
+
+def require_enough_rounds(config: Config) -> None:
+    """Refuse a run that would end before every client was asked as often as the training needs."""
+    if not training_class(config.training_name).in_turn:
+        return
+    needed = rounds_needed(config.model_dump(), config.partition.clients)
+    if config.rounds < needed:
+        raise ConfigError(
+            f"rounds = {config.rounds}: {config.training_name} asks every client in turn, and with so many in a round "
+            f"that takes {needed} rounds; leave --rounds out, or raise --clients-per-round"
+        )
 
 
 def default_folder(config: Config) -> Path:

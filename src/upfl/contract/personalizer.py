@@ -166,10 +166,6 @@ class Fit(Stage[Hyper]):
             return {NO_FOLDS: prefixed(name, self.fitted(server, 0))}
         return {folds: prefixed(name, self.fitted(server, fit)) for fit, folds in enumerate(self.left_out)}
 
-    def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What a client sent, unless no client can have come to that: `BadClientError`."""
-        return up
-
     def part_of(self, client: int) -> list[int]:
         """The fits that a client is part of; always of fit 0."""
         return [fit for fit, folds in enumerate(self.left_out) if client % FOLDS not in folds]

@@ -55,7 +55,7 @@ class Phase:
     """A part of a client's round: so many batches of a split, each given to `step`."""
 
     step: Step
-    iterations: int
+    iterations: int | None  # where None, one pass over the split, in order
     batch_size: int
     split: Split = "train"
     noise: Mapping[str, Noise] = field(default_factory=dict)
@@ -90,6 +90,10 @@ class Stage(ABC, Generic[H]):
         """What a client remembers before it first takes part: a function of the seed and the client."""
         return {}
 
+    def form(self, round: int) -> str:
+        """Of what form goes up: rounds with the same answer send the same names, shapes and types."""
+        return ""
+
     @abstractmethod
     def phases(self, round: int) -> tuple[Phase, ...]: ...
 
@@ -99,6 +103,10 @@ class Stage(ABC, Generic[H]):
     @abstractmethod
     def finish(self, server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:
         """(what goes up, what the client keeps)"""
+
+    def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What a client sent, unless no client can have come to that: `BadClientError`."""
+        return up
 
     @abstractmethod
     def aggregate(self, server: State, total: Total, round: int) -> State:

@@ -36,6 +36,7 @@ class Task:
     clients: int
     architectures: Mapping[str, Architecture] = field(default_factory=dict)
     public: Tensor | None = None
+    participants: int | None = None  # clients in a round; all where silent
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Training(Stage[H]):
     starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
     heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
+    takes_steps: ClassVar[bool] = True  # whether its models are made for steps down a gradient
+    in_turn: ClassVar[bool] = False  # whether clients are asked in order, each once a pass, not drawn anew each round
 
     def __init__(self, task: Task, hyper: H) -> None:
         self.task = task
@@ -78,6 +81,31 @@ class Training(Stage[H]):
     def why_not(cls, task: Task) -> str | None:
         """Why this training does not fit a task, in words; None where it fits."""
         return None
+
+    @classmethod
+    def own_model(cls, shape: tuple[int, int, int], classes: int, hyper: Any) -> Model | None:
+        """The model for images of a shape, where the training does not take the configured one."""
+        return None
+
+    @classmethod
+    def passes(cls, hyper: Any) -> int:
+        """How many passes over the clients it takes, where they are asked in turn."""
+        return 1
+
+    @property
+    def rounds_a_pass(self) -> int:
+        """Rounds until every client was asked once, where they are asked in turn."""
+        return -(-self.task.clients // (self.task.participants or self.task.clients))
+
+    def turn(self, round: int) -> range:
+        """The clients whose turn it is in a round, where they are asked in turn."""
+        count = self.task.participants or self.task.clients
+        first = round % self.rounds_a_pass * count
+        return range(first, min(first + count, self.task.clients))
+
+    def sent(self, server: State, round: int) -> State:
+        """What clients receive in a round: the server's state, unless some of it stays there."""
+        return server
 
     def publish(self, server: State) -> State:
         """What newcomers receive."""
@@ -117,8 +145,8 @@ class Training(Stage[H]):
         return self.model.size + (self.adaptation.size if self.adaptation else 0)
 
     def bytes_down(self, server: State, round: int) -> int:
-        """What a client receives in a round: the server's state, unless some of it stays there."""
-        return byte_size(server)
+        """The size of what a client receives in a round."""
+        return byte_size(self.sent(server, round))
 
     def bytes_up(self, sizes: Mapping[str, int]) -> int:
         """What a client sends in a round: all that goes into the sum (bytes by name), in the types it is sent in."""

@@ -47,6 +47,9 @@ class LocalClient:
 
         Batch number i = round * iterations + t is batch i mod B of pass i div B, so no iterator has to be remembered.
         """
+        if phase.iterations is None:
+            yield from self.batches(phase.split, phase.batch_size)
+            return
         indices = self._indices(phase.split)
         in_pass = -(-len(indices) // phase.batch_size)
         order, order_of = torch.empty(0, dtype=torch.int64), -1

@@ -85,6 +85,8 @@ class LocalCohort(Cohort):
         count, clients = self.setup.config.participants(self.setup.clients), self.setup.clients
         if count == clients:
             return list(range(clients))
+        if self.setup.training.in_turn:
+            return list(self.setup.training.turn(round))
         chosen = torch.randperm(clients, generator=generator(self.setup.config.seed, "participants", round))[:count]
         return sorted(chosen.tolist())
 
@@ -105,7 +107,8 @@ class LocalCohort(Cohort):
         """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""
         clients = [self.setup.client(id, round) for id in ids]
         memories = [self.memory(id) for id in ids]
-        results = train_clients(self.setup.training, self.progress.server, memories, clients, self.steps)
+        server = self.setup.training.sent(self.progress.server, round)
+        results = train_clients(self.setup.training, server, memories, clients, self.steps)
         return [self._count_in(client, result, total) for client, result in zip(clients, results, strict=True)]
 
     def _count_in(
@@ -115,7 +118,7 @@ class LocalCohort(Cohort):
             return 1
         up, memory = result
         try:
-            total.add(up)
+            total.add(self.setup.training.checked(up))
         except BadClientError:
             return 2
         if self.setup.training.remembers:

@@ -91,9 +91,10 @@ class Engine(Generic[C]):
             self._start()
             if observer:
                 observer.begin(self)
-            like = upload_like(self.training, self.progress.server, self.setup.client(0, 0))
-            total = FixedPointSum(like, self.setup.clients, self.training.scales)
+            form, total = None, None
             while self.progress.round < self.config.rounds:
+                if total is None or self.training.form(self.progress.round) != form:
+                    form, total = self.training.form(self.progress.round), self._empty_sum()
                 metrics = self._round(total, observer)
                 if self.group.leads:
                     self._record(metrics)
@@ -125,6 +126,13 @@ class Engine(Generic[C]):
         self.progress = progress
         self.cohort.begin(progress)
 
+    def _empty_sum(self) -> FixedPointSum:
+        """A sum of what clients send in the next round."""
+        round = self.progress.round
+        server = self.training.sent(self.progress.server, round)
+        like = upload_like(self.training, server, self.setup.client(0, round))
+        return FixedPointSum(like, self.setup.clients, self.training.scales)
+
     def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
         started, round, progress = time.perf_counter(), self.progress.round, self.progress
         participants = self.cohort.participants(round)
@@ -148,7 +156,8 @@ class Engine(Generic[C]):
             "clients": total.count,
             "left_out": [{"client": client, "reason": reason} for client, reason in left_out.items()],
             "loss": float(total[LOSS]) / total.count,
-            "gradients": total.count * sum(phase.iterations * phase.cost for phase in self.training.phases(round)),
+            "gradients": total.count
+            * sum((phase.iterations or 0) * phase.cost for phase in self.training.phases(round)),
             "bytes_up": total.count * self.training.bytes_up({k: v for k, v in total.sizes.items() if k != LOSS}),
             "bytes_down": len(participants) * received,
             **self.training.facts(progress.server),

@@ -52,15 +52,16 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
     inputs = Inputs(source, where)
     (_, channels, height, breadth), classes = source.images.shape, len(source.class_names)
     shape = (channels, height, breadth)
-    shares_public_set = training_class(config.training_name).heterogeneous
+    kind, hyper = training_class(config.training_name), config.training_hyper()
     task = Task(
-        model=config.model.build(shape, classes),
+        model=kind.own_model(shape, classes, hyper) or config.model.build(shape, classes),
         classes=classes,
         clients=len(federation.training),
+        participants=config.participants(len(federation.training)),
         architectures=config.model.architectures(shape, classes),
-        public=inputs.x(federation.public).contiguous() if shares_public_set else None,
+        public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
     )
-    training = make_training(config.training_name, task, config.training_hyper())
+    training = make_training(config.training_name, task, hyper)
     if config.vectorize > 1 and not training.vectorizes:
         raise ConfigError(f"vectorize = {config.vectorize}: {training.name} trains one client at a time; leave it at 1")
     personalizers = {

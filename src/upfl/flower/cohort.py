@@ -71,10 +71,12 @@ class NodeCohort(Cohort):
         """The engine's choice among all clients; those that are not connected have the next ones in their place."""
         self._meet()
         config, clients = self.setup.config, self.setup.clients
+        connected = set(self.nodes.values())
+        if self.setup.training.in_turn:  # nobody stands in for another: whoever is away is missing from the pass
+            return [client for client in self.setup.training.turn(round) if client in connected]
         order = torch.arange(clients)
         if (count := config.participants(clients)) < clients:
             order = torch.randperm(clients, generator=generator(config.seed, "participants", round))
-        connected = set(self.nodes.values())
         return sorted([client for client in order.tolist() if client in connected][:count])
 
     def _meet(self) -> None:
@@ -138,7 +140,7 @@ class NodeCohort(Cohort):
     def _ask(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         node_of = {client: node for node, client in self.nodes.items()}
         facts = {"round": round} | ({CLIP: self.privacy.clip} if self.privacy else {})
-        arrays = to_record(self.progress.server)
+        arrays = to_record(self.setup.training.sent(self.progress.server, round))
         messages = [
             self._message(node_of[client], "train", facts | self._memory_facts(client), arrays)
             for client in participants
@@ -157,6 +159,7 @@ class NodeCohort(Cohort):
         """Add what a node sent to the sum, or refuse it and change nothing."""
         up = arrays_of(reply)
         total.check(up)
+        self.setup.training.checked(up)
         if self.privacy:
             self.privacy.check(up)
         elif (rms := root_mean_square(up)) > self.settings.largest_rms:
@@ -287,7 +290,8 @@ class _NodesFailedError(Exception):
 
 
 def root_mean_square(up: State) -> float:
-    values = floating(up)
+    if not (values := floating(up)):
+        return 0.0
     return float(norm(values)) / math.sqrt(max(sum(value.numel() for value in values), 1))
 
 

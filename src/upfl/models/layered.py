@@ -14,6 +14,7 @@ from torch import Tensor
 from upfl.models.base import Kind
 from upfl.models.factored import Shapes
 from upfl.models.layers import Conv, Flatten, Layer, Linear, Relu
+from upfl.models.patches import Patches
 from upfl.models.trace import LayeredTrace
 from upfl.state import State
 
@@ -42,6 +43,8 @@ class Layered:
         for layer in self.layers:
             if isinstance(layer, Linear | Conv):
                 found[layer.name] = "linear" if isinstance(layer, Linear) else "convolution"
+            elif isinstance(layer, Patches):
+                found[layer.name] = "other"
         return found
 
     @property
@@ -127,4 +130,5 @@ _KINDS: dict[str, type[Any]] = {
     "convolution": Conv,
     "relu": Relu,
     "flatten": Flatten,
+    "patches": Patches,
 }

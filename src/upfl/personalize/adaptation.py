@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from upfl.contract import CHUNK, chunks
+from upfl.contract import CHUNK, Training, chunks
 from upfl.state import State
 
 
@@ -35,6 +36,13 @@ def summed_gradient(
         total += value.detach()
         outputs.append(z.detach())
     return torch.cat(outputs), total, dict(zip(params, gradient, strict=True))
+
+
+def no_steps(training: Training[Any]) -> str | None:
+    """Why no step down a gradient can be taken; None where it can."""
+    if training.takes_steps:
+        return None
+    return f"the model of {training.name} comes from sums: it has no learning rate, and its filters no gradient"
 
 
 def entropy(logits: Tensor) -> Tensor:

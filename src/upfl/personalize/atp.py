@@ -41,7 +41,7 @@ from upfl.contract import (
     Unlabelled,
     all_logits,
 )
-from upfl.personalize.adaptation import entropy, summed_gradient
+from upfl.personalize.adaptation import entropy, no_steps, summed_gradient
 from upfl.personalize.calibration import fitted
 from upfl.state import State
 
@@ -61,7 +61,7 @@ class Atp(Personalizer[AtpHyper]):
     def why_not(cls, training: Training[Any]) -> str | None:
         if training.heterogeneous:
             return "it learns rates for the tensors of one architecture"
-        return super().why_not(training)
+        return super().why_not(training) or no_steps(training)
 
     def needs(self) -> tuple[Need, ...]:
         return (Need.of(Rates, self),)

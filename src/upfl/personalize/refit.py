@@ -48,6 +48,7 @@ from upfl.contract import (
     all_logits,
 )
 from upfl.errors import BadClientError
+from upfl.last_layer import discriminant
 from upfl.personalize.adaptation import entropy
 from upfl.personalize.calibration import fitted
 from upfl.state import State
@@ -143,15 +144,3 @@ class Discriminant(Fit):
 def _triangle(size: int) -> Tensor:
     """Rows and columns of a symmetric matrix's upper half, which is all of it."""
     return torch.triu_indices(size, size)
-
-
-def discriminant(counts: Tensor, sums: Tensor, products: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the posterior of Gaussian classes: [C], [C, D] and [D, D] to [C, D] and [C]."""
-    n, size = counts.sum().double(), len(products)
-    means = torch.where(counts.unsqueeze(1) > 0, sums / counts.clamp(min=1).unsqueeze(1), sums.sum(0) / n)
-    within = (products - means.T @ (counts.unsqueeze(1) * means)) / n
-    level = (within.trace() / size).clamp(min=1e-12)  # where all features are constant, nothing tells classes apart
-    shrunk = (1 - shrinkage) * within + shrinkage * level * torch.eye(size, dtype=within.dtype)
-    weight = torch.linalg.solve(shrunk, means.T).T
-    bias = ((counts + 1) / (n + len(counts))).log() - (weight * means).sum(1) / 2
-    return weight - weight.mean(0), bias - bias.mean()  # what all classes have in common says nothing, and may be large

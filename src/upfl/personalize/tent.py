@@ -27,7 +27,7 @@ from upfl.contract import (
     all_logits,
 )
 from upfl.errors import ConfigError
-from upfl.personalize.adaptation import entropy, summed_gradient
+from upfl.personalize.adaptation import entropy, no_steps, summed_gradient
 from upfl.state import State
 from upfl.training.sgd import sgd_
 
@@ -49,6 +49,10 @@ class Tent(Personalizer[TentHyper]):
         super().__init__(training, hyper)
         if not _chosen(training.model.shapes, hyper.parameters):
             raise ConfigError("tent.parameters = 'norm': the model has no normalisation layers; take 'all' or 'last'")
+
+    @classmethod
+    def why_not(cls, training: Training[Any]) -> str | None:
+        return super().why_not(training) or no_steps(training)
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         hyper, training = self.hyper, self.training

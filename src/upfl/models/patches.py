@@ -1,0 +1,157 @@
+"""Features from an image's patches: one layer of filters, exact in integers.
+
+For every patch p of C x P x P values of an image x, K filters w_k, b_k, a threshold a:
+
+    p~  = (p - mean(p)) / sqrt(var(p) + contrast)
+    z_k = <w_k, p~> + b_k
+    h   = means of relu(z_k - a) and of relu(-z_k - a) over the patches of each cell of a G x G grid: 2 K G^2 features
+
+Every number here is an integer times a power of two, and every sum stays below 2^24, which is as far as float32 counts
+without gaps. So sums are exact: their bits depend neither on how samples are put into batches, nor on the order of the
+terms, nor on the processor. What is rounded, and where it is cut off:
+
+    x     to 2^-6, at the size at which D squares (D = C P P) still add up
+    p~    to 2^-5; it is at most sqrt(D) long
+    w, b  to 2^-7, by whoever makes them (`rounded_filters`)
+    z     is then a multiple of 2^-12, and is cut off where the sum over a cell could leave the range
+    h     to 2^-9, at 8
+
+As a function of w and b this is constant almost everywhere, so its derivative is zero: filters are fitted, not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from upfl.models.factored import Direction, Gradient, Outer, Shapes
+from upfl.state import State
+
+EXACT = 2**24  # float32 has every integer up to here
+PIXEL, PATCH, FILTER, FEATURE = 2**6, 2**5, 2**7, 2**9  # steps to one
+LARGEST_FEATURE = 2**12 - 1  # in steps: whose square is still exact
+CHUNK = 8  # images at once: what they become stays in the cache
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The layer. `inputs` are the image's channels, `outputs` the filters."""
+
+    name: str
+    inputs: int
+    outputs: int
+    patch: int
+    grid: int
+    threshold: float
+    contrast: float
+
+    @property
+    def size(self) -> int:
+        """D: the values of a patch."""
+        return self.inputs * self.patch**2
+
+    @property
+    def features(self) -> int:
+        return 2 * self.outputs * self.grid**2
+
+    def shapes(self) -> Shapes:
+        return {f"{self.name}.weight": (self.outputs, self.size), f"{self.name}.bias": (self.outputs,)}
+
+    def forward(self, params: State, x: Tensor) -> ConstantPass:
+        return ConstantPass(self, params, x)
+
+    def apply(self, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        """[n, C, H, W] to [n, features]"""
+        if torch.compiler.is_exporting() or len(x) <= CHUNK:
+            return self._apply(weight, bias, x)
+        return torch.cat([self._apply(weight, bias, part) for part in x.split(CHUNK)])  # type: ignore[no-untyped-call]
+
+    def _apply(self, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        pixels = self.pixels(x)
+        mean, factor = self._statistics(self._box(pixels.sum(3)), self._box(pixels.square().sum(3)))
+        windows = self._windows(pixels)
+        weight, bias = weight.t() * FILTER, bias * (FILTER * PATCH)
+        pooled = []
+        for rows, columns in self._cells(windows.shape[1], windows.shape[2]):
+            part = windows[:, rows, columns]
+            positions = part.shape[1] * part.shape[2]
+            centre, scale = (value[:, rows, columns].reshape(-1, 1) for value in (mean, factor))
+            patches = (part.reshape(-1, self.size) - centre).mul_(scale).round_()
+            z = torch.addmm(bias, patches, weight).view(-1, positions, self.outputs)
+            least, most = float(round(self.threshold * FILTER * PATCH)), float(EXACT // positions)
+            above, below = z.clamp(least, most).sum(1), z.clamp(-most, -least).sum(1).neg()
+            pooled.append((torch.cat([above, below], 1) - positions * least) / positions)
+        h = torch.cat(pooled, 1) * (FEATURE / (FILTER * PATCH))
+        return h.round().clamp(max=LARGEST_FEATURE) / FEATURE
+
+    def pixels(self, x: Tensor) -> Tensor:
+        """Inputs in steps, channels last."""
+        limit = int((EXACT / self.size) ** 0.5)
+        return (x.permute(0, 2, 3, 1) * PIXEL).round_().clamp_(-limit, limit).contiguous()
+
+    def patches_at(self, pixels: Tensor, places: Tensor) -> Tensor:
+        """Normalized patches, in steps, at some places of each image [n, m]: [n, m, D]. Places are numbered by rows."""
+        windows = self._windows(pixels)
+        rows, columns = places // windows.shape[2], places % windows.shape[2]
+        found = windows[torch.arange(len(pixels)).unsqueeze(1), rows, columns].flatten(2)
+        mean, factor = self._statistics(found.sum(2), found.square().sum(2))
+        return (found - mean.unsqueeze(2)).mul_(factor.unsqueeze(2)).round_()
+
+    def places(self, pixels: Tensor) -> int:
+        """How many patches an image has."""
+        return int((pixels.shape[1] - self.patch + 1) * (pixels.shape[2] - self.patch + 1))
+
+    def _windows(self, pixels: Tensor) -> Tensor:
+        """[n, rows, columns, P, P, C]"""
+        return pixels.unfold(1, self.patch, 1).unfold(2, self.patch, 1).permute(0, 1, 2, 4, 5, 3)
+
+    def _box(self, values: Tensor) -> Tensor:
+        """The sums over all patches of [n, H, W]: products with matrices of ones in a band."""
+        height, width = (
+            torch.ones(side - self.patch + 1, side, device=values.device).triu().tril(self.patch - 1)
+            for side in values.shape[1:]
+        )
+        return height @ values @ width.t()
+
+    def _statistics(self, total: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """A patch's mean, and what its deviations are multiplied with, from exact sums of its values."""
+        one, two = total.double(), squares.double()
+        variance = (self.size * two - one.square()) / self.size**2
+        return total / self.size, (PATCH / (variance + self.contrast * PIXEL**2).sqrt()).float()
+
+    def _cells(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+        cuts = [[round(side * i / self.grid) for i in range(self.grid + 1)] for side in (rows, columns)]
+        for top, bottom in zip(cuts[0], cuts[0][1:], strict=False):
+            for left, right in zip(cuts[1], cuts[1][1:], strict=False):
+                yield slice(top, bottom), slice(left, right)
+
+
+def rounded_filters(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Filters in the steps that keep `Patches` exact."""
+    return (weight * FILTER).round().float() / FILTER, (bias * (FILTER * PATCH)).round().float() / (FILTER * PATCH)
+
+
+class ConstantPass:
+    """A forward pass that is constant almost everywhere, with its derivative products: zeros."""
+
+    def __init__(self, layer: Patches, params: State, x: Tensor) -> None:
+        self.layer, self.params, self.x = layer, params, x
+        self.y = layer.apply(params[f"{layer.name}.weight"], params[f"{layer.name}.bias"], x)
+
+    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        if to is not None:
+            for name in self.layer.shapes():
+                to.value(name, torch.zeros_like(self.params[name]))
+        return torch.zeros_like(self.x) if inputs else None
+
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> ConstantPass:
+        return ConstantPass(self.layer, params, x)
+
+    def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
+        return torch.zeros_like(self.y)
+
+    def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
+        return self.backward(dgy, to, inputs)
