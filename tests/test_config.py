@@ -80,7 +80,8 @@ def test_the_papers_hyper_parameters_are_the_defaults(row: str, dataset: str) ->
 @pytest.mark.parametrize("dataset", PAPER)
 def test_fedtta_pp_has_the_papers_patience_and_fifty_steps(dataset: str) -> None:
     values = configure("fedtta++", dataset).personalize
-    assert values == {"early-stopped": {"steps": 50, "patience": PATIENCE[dataset], "candidates": "all"}}
+    expected = {"norm": "rms", "steps": 50, "patience": PATIENCE[dataset], "candidates": "all"}
+    assert values == {"early-stopped": expected}
 
 
 def test_tent_takes_over_the_trainings_rate_for_one_step() -> None:
