@@ -27,6 +27,7 @@ from upfl.data.federation import build_federation
 from upfl.data.inputs import Inputs
 from upfl.data.partition import Partition
 from upfl.data.sources import Source
+from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.clients import LocalClient
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, help="the results as JSON")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    keep_freed_memory()  # as the command line does
     with one_thread(), torch.no_grad():
         rows = measure(arguments.model, tuple(arguments.sizes), arguments.samples)
     print(table(rows))

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from upfl.contract import Batch, Task
+from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.recorded import steps_of
 from upfl.engine.rounds import one_thread
 from upfl.models import Conv, Layered, Linear, convnet, mlp
@@ -39,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--samples", type=int, default=15, help="kept samples of each step (at least 7)")
     wanted = max(7, parser.parse_args().samples)
+    keep_freed_memory()  # as the command line does
     with one_thread(), torch.no_grad():
         report(*measure(jobs(), wanted))
 

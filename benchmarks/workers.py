@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from upfl.config import Config
+from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Child, Group, end_with_parent, join
 
@@ -19,6 +20,7 @@ from upfl.engine.group import Child, Group, end_with_parent, join
 @contextmanager
 def leading(module: str, size: int, config: Config) -> Iterator[tuple[RunFolder, Group]]:
     """A new run folder, and this process as the first of `size` workers."""
+    keep_freed_memory()  # as `upfl train` does
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", config)
         store = Path(folder) / "rendezvous"
@@ -37,4 +39,5 @@ def leading(module: str, size: int, config: Config) -> Iterator[tuple[RunFolder,
 def following(size: int, rank: str, store: str, run: str) -> tuple[RunFolder, Group]:
     """The same for a further worker, which ends with the first."""
     end_with_parent()
+    keep_freed_memory()
     return RunFolder(Path(run)), join(int(rank), size, Path(store))

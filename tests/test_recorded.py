@@ -1,11 +1,13 @@
 """Recorded steps: the bits of the steps as they are written, for every training that is recorded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.test_vectorize import CLAIMING
+from tests.observers import Watching
+from upfl import api
 from upfl.config import configure
 from upfl.contract import Batch, Task, Training
 from upfl.data import Partition, build_federation, load
@@ -23,6 +25,7 @@ from upfl.training.fedavg import FedAvg
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+CLAIMING = sorted(name for name, training in TRAININGS.items() if vars(training).get("records"))
 
 
 def trained(training: Training[Any], steps: Any, rounds: tuple[int, ...] = (0, 7)) -> list[tuple[State, torch.Tensor]]:
@@ -66,18 +69,97 @@ def test_a_shape_is_recorded_once_it_has_come_up_often_enough() -> None:
 
     watched = Watched(training.task, training.hyper)
     trained(watched, Recorded(worth=4), rounds=(0, 1, 2, 3))
-    assert calls.count(8) == 5  # four as written, one to record; the rest is replayed without Python
+    assert calls.count(8) == 6  # four as written, one to record, one to compare; the rest is replayed without Python
 
 
-def test_where_steps_are_recorded() -> None:
-    def of(name: str, model: Any) -> Any:
-        kind = TRAININGS[name]
+def test_where_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(kind: Any, model: Any) -> Any:
         return steps_of(kind(Task(model, 10, 2), kind.Hyper()), CPU)
 
-    assert isinstance(of("fedavg", mlp(64, (16,), 10)), Recorded)
-    assert of("fedavg", convnet((1, 8, 8), 10)) is as_written
-    other = next(name for name, training in TRAININGS.items() if not training.vectorizes and not training.heterogeneous)
-    assert of(other, mlp(64, (16,), 10)) is as_written
+    class Derived(FedAvg):
+        pass
+
+    class Declared(FedAvg):
+        records = True
+
+    small = mlp(64, (16,), 10)
+    assert isinstance(of(FedAvg, small), Recorded)
+    assert isinstance(of(Declared, small), Recorded)
+    assert of(Derived, small) is as_written  # it may have changed what a step does
+    assert of(FedAvg, convnet((1, 8, 8), 10)) is as_written
+    assert of(TRAININGS["fedsr"], small) is as_written
+    assert sorted(name for name, training in TRAININGS.items() if training.vectorizes) == CLAIMING
+    monkeypatch.delattr(torch.jit, "trace")
+    assert of(FedAvg, small) is as_written
+
+
+class Pausing(FedAvg):
+    """Branches on the round."""
+
+    records = True
+
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, torch.Tensor]:
+        if round < 5:
+            return carry, torch.zeros(())
+        return super().step(carry, batch, round)
+
+
+class Doubting(FedAvg):
+    """Branches on the loss."""
+
+    records = True
+
+    def fit(self, carry: State, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, dz = super().fit(carry, logits, batch)
+        return loss, dz if loss > 2.2 else dz * 0.5
+
+
+class Scheduled(FedAvg):
+    """Looks its rate up by the round, which nobody warns of: as a tensor, no round is found."""
+
+    records = True
+
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, torch.Tensor]:
+        return super().step(carry, batch, {0: 3, 7: 9}.get(round, 500))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Pausing, "branches on a value"), (Doubting, "branches on a value"), (Scheduled, "first replay differs")],
+)
+def test_a_step_that_cannot_be_recorded_runs_as_written_and_that_is_said_once(kind: type[FedAvg], reason: str) -> None:
+    training = kind(Task(mlp(64, (24, 16), 10), 10, 2), kind.Hyper(iterations=4, batch_size=16))
+    said = list[str]()
+    recorded = Recorded(said.append, worth=0)
+    for (carry, loss), (ours, our_loss) in zip(trained(training, as_written), trained(training, recorded), strict=True):
+        assert torch.equal(our_loss, loss)
+        assert all(torch.equal(ours[name], value) for name, value in carry.items())
+    assert not recorded._graphs
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+def test_a_recorder_that_fails_changes_no_bit_and_the_observer_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("no TorchScript here")
+
+    class Noting(Watching):
+        def __init__(self) -> None:
+            self.notes = list[str]()
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    config = configure("fedavg", "digits", profile="smoke", rounds=2, settings=["iterations=20", "batch_size=16"])
+    sound, troubled = Noting(), Noting()
+    expected = api.train(config, tmp_path / "sound", workers=1, observer=sound).published("none").state
+    monkeypatch.setattr(torch.jit, "trace", broken)
+    ours = api.train(config, tmp_path / "troubled", workers=1, observer=troubled).published("none").state
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert not sound.notes
+    assert [note for note in troubled.notes if "no TorchScript here" in note] == troubled.notes != []
 
 
 def test_a_recorded_step_updates_each_model_in_one_operation() -> None:

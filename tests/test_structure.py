@@ -90,3 +90,11 @@ def test_no_file_is_longer_than_can_be_read_at_once() -> None:
         if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST
     }
     assert long == LONG
+
+
+def test_only_processes_of_upfls_own_tune_the_allocator() -> None:
+    """A library call must not retune the program that it is called from."""
+    known = modules()
+    users = {name for name, path in known.items() if "upfl.engine.allocator" in imports(path, known)}
+    assert users == {"upfl.cli", "upfl.engine.worker", "upfl.experiments.trial"}
+    assert [name for name, path in known.items() if "mallopt" in path.read_text()] == ["upfl.engine.allocator"]

@@ -1,6 +1,6 @@
 """State: a flat dict of named tensors. One safetensors file, one message, one sum."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 ALIGNMENT = 64  # bytes: a cache line, the widest vector register, and where PyTorch's own tensors begin
+_is_recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)  # PyTorch may drop its recorder
 SMALL = 2**14  # values that are sooner copied together than passed over one tensor at a time
 
 
@@ -98,7 +99,7 @@ def move_(
     """
     factor, buffers = momentum or (0.0, [])
     if all(_fusable(*same) for same in zip(values, along, buffers or along, strict=True)):
-        if torch._C._is_tracing():
+        if _is_recording():
             lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
             _recordable().move_(values, along, buffers, weight_decay, factor, lr, divisor)
             return

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from upfl import __version__
 from upfl.cli import bundle, data, demo, experiments, methods, report, runs, scores, search
+from upfl.engine.allocator import keep_freed_memory
 from upfl.errors import DataError, RunError, UpflError
 from upfl.methods import load_named_plugins
 
@@ -62,6 +63,7 @@ def _version(on: bool) -> None:
 def main() -> None:
     """Run the command line; errors that a user can act on are shown as one message."""
     signal.signal(signal.SIGTERM, _interrupt)
+    keep_freed_memory()
     try:
         if os.environ.get("UPFL_PLUGINS"):
             sys.path.insert(0, str(Path.cwd()))  # where `python -m` would find them, too

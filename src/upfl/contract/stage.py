@@ -78,7 +78,8 @@ H = TypeVar("H", bound=Hyper)
 class Stage(ABC, Generic[H]):
     """Rounds over clients, as the engine runs them: a training, or what is fitted over a trained model."""
 
-    vectorizes: ClassVar[bool] = False  # whether its steps are tested under torch.func.vmap and recorded
+    vectorizes: ClassVar[bool] = False  # whether its steps are tested under torch.func.vmap
+    records: ClassVar[bool] = False  # whether its steps may be recorded: this very class's word, which is not inherited
     remembers: ClassVar[bool] = False  # whether clients keep a memory between rounds
     scales: ClassVar[Mapping[str, int]] = {}  # fixed-point bits of what goes up, by name; 40 where silent
 

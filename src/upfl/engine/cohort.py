@@ -35,6 +35,7 @@ class Cohort(ABC):
 
     def __init__(self, setup: Setup, group: Group) -> None:
         self.setup, self.group = setup, group
+        self.note: Tell = lambda text: None  # for whoever watches the run
         self.progress = Progress(server={})
 
     def begin(self, progress: Progress) -> None:
@@ -79,7 +80,7 @@ class LocalCohort(Cohort):
     def __init__(self, setup: Setup, folder: RunFolder, group: Group) -> None:
         super().__init__(setup, group)
         self.folder = folder
-        self.steps = steps_of(setup.training, setup.device)
+        self.steps = steps_of(setup.training, setup.device, lambda text: self.note(text))
 
     def participants(self, round: int) -> list[int]:
         count, clients = self.setup.config.participants(self.setup.clients), self.setup.clients

@@ -8,16 +8,21 @@ it, and replayed from then on: the same kernels on the same numbers in the same 
 What changes from round to round are the learning rates. While a step is recorded, `round` is a tensor, and so is every
 rate that is made of it: the graph holds their arithmetic, not their values.
 
+Only trainings that say so are recorded (`records`; CONTRIBUTING has what their steps may not do). A class says it for
+itself: a subclass may have changed the step, or what it calls. A step that looks at a number while it is recorded (a
+branch on data or on the round) cannot be recorded, and one whose first replay differs in a bit is not replayed: it runs
+as it is written, and the observer is told.
+
 The recorder is `torch.jit.trace`, run without TorchScript's optimizer, which would change the order of sums. PyTorch
-no longer develops it, but has nothing else that replays a graph without a compiler on the user's machine. Should a
-release drop it, let `steps_of` return the steps as they are written: results do not change, small models take longer.
+no longer develops it, but has nothing else that replays a graph without a compiler on the user's machine. Where it is
+missing or fails, steps run as they are written: results do not change, small models take longer.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -27,7 +32,7 @@ from torch import Tensor
 from upfl.contract import Batch, Phase, Step, Training
 from upfl.state import State
 
-_as_recorded: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
+Tell = Callable[[str], None]
 
 WORTH = 32  # a recording takes as long as it saves in some sixty steps, and serves the whole run
 
@@ -38,9 +43,10 @@ class Steps(Protocol):
     def __call__(self, phase: Phase, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]: ...
 
 
-def steps_of(training: Training[Any], device: torch.device) -> Steps:
-    """Recorded where that is tested and pays."""
-    return Recorded() if training.vectorizes and training.model.records and device.type == "cpu" else as_written
+def steps_of(training: Training[Any], device: torch.device, tell: Tell = lambda text: None) -> Steps:
+    """Recorded where that is allowed and pays."""
+    allowed = vars(type(training)).get("records", False) and hasattr(torch.jit, "trace")
+    return Recorded(tell) if allowed and training.model.records and device.type == "cpu" else as_written
 
 
 def as_written(phase: Phase, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
@@ -50,12 +56,14 @@ def as_written(phase: Phase, carry: State, batch: Batch, round: int) -> tuple[St
 class Recorded:
     """Steps that are recorded for each shape of batch that comes up more than `worth` times."""
 
-    def __init__(self, worth: int = WORTH) -> None:
-        self._worth = worth
+    def __init__(self, tell: Tell = lambda text: None, worth: int = WORTH) -> None:
+        self._tell, self._worth, self._failed = tell, worth, False
         self._seen: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, _Graph] = {}
 
     def __call__(self, phase: Phase, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        if self._failed:
+            return phase.step(carry, batch, round)
         own = _tensors(batch)
         # The layout of a batch's tensors is the engine's, that of a carry's the training's own.
         key = phase.step, *(value.shape for value in own.values()), *(value.stride() for value in carry.values())
@@ -64,8 +72,37 @@ class Recorded:
             self._seen[key] += 1
             if self._seen[key] <= self._worth:
                 return phase.step(carry, batch, round)
-            graph = self._graphs[key] = _Graph(phase.step, carry, batch)
+            try:
+                graph = self._graphs[key] = _checked_graph(phase.step, carry, batch, round)
+            except Exception as error:  # whatever the step does that cannot be recorded; as written it may be right
+                self._failed = True
+                self._graphs.clear()
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self._tell(f"local steps cannot be recorded and run as they are written, to the same results: {reason}")
+                return phase.step(carry, batch, round)
         return graph(carry, own, round)
+
+
+def _checked_graph(step: Step, carry: State, batch: Batch, round: int) -> _Graph:
+    """A step's recording, if its first replay has the bits of the step as it is written."""
+    graph = _Graph(step, carry, batch)
+    ours, our_loss = graph(_copied(carry), _tensors(batch), round)
+    written, loss = step(_copied(carry), batch, round)
+    if list(ours) != list(written) or not _same(our_loss, loss):
+        raise ValueError("the first replay differs from the step as written")
+    for name, value in written.items():
+        if not _same(ours[name], value):
+            raise ValueError(f"the first replay differs from the step as written in {name}")
+    return graph
+
+
+def _copied(state: State) -> State:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, where not a number is as good as any other."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 class _Graph:
@@ -84,14 +121,22 @@ class _Graph:
             return loss, *(left[name] for name in self._new)
 
         # It is recorded on copies, which it may change.
-        values = (*own.values(), *(value.clone() for value in carry.values()))
-        trace: Any = torch.jit.trace
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # shapes are taken as constants, which they are; TorchScript is old
-            self._graph = trace(flat, (_clock(0), *values), check_trace=False)
+        values = (*own.values(), *_copied(carry).values())
+        jit: Any = torch.jit
+        with torch.inference_mode(), warnings.catch_warnings(record=True) as looked_at:
+            warnings.simplefilter("ignore")  # TorchScript is old
+            warnings.simplefilter("always", jit.TracerWarning)
+            # Shapes are constants of a recording; models branch on them.
+            warnings.filterwarnings("ignore", "Using len", jit.TracerWarning)
+            warnings.filterwarnings("ignore", "", jit.TracerWarning, module=r"upfl\.(models\.|state$)")
+            self._graph = jit.trace(flat, (_clock(0), *values), check_trace=False)
+        if looked_at:  # a number that Python looked at: it would be the same in every replay
+            where = looked_at[0]
+            raise ValueError(f"line {where.lineno} of {where.filename} branches on a value")
 
     def __call__(self, carry: State, own: State, round: int) -> tuple[State, Tensor]:
-        with torch.inference_mode(), _as_recorded(False):
+        optimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
+        with torch.inference_mode(), optimized(False):
             loss, *new = self._graph(_clock(round), *own.values(), *(carry[name] for name in self._names))
         carry.update(zip(self._new, new, strict=True))
         return carry, loss

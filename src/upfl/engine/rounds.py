@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -90,6 +88,7 @@ class Engine(Generic[C]):
         with self.folder.lock() if self.group.leads else nullcontext(), one_thread(), precision, torch.no_grad():
             self._start()
             if observer:
+                self.cohort.note = observer.note
                 observer.begin(self)
             form, total = None, None
             while self.progress.round < self.config.rounds:
@@ -279,17 +278,7 @@ def one_thread() -> Iterator[None]:
     """One thread a worker: the only way to the same bits for any number of workers, and the fastest here."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    keep_freed_memory()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc reuse freed blocks: a step's tensors would be mapped and zeroed anew by the kernel each time."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD

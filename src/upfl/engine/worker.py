@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import FOLLOWED, end_with_parent, join
 from upfl.engine.rounds import Engine
@@ -14,6 +15,7 @@ from upfl.methods import load_plugins
 
 def main(rank: str, size: str, store: str, run: str, *plugins: str) -> None:
     end_with_parent()
+    keep_freed_memory()
     load_plugins(plugins)
     group = join(int(rank), int(size), Path(store))
     try:

@@ -3,6 +3,7 @@
 import sys
 
 from upfl import api
+from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.group import end_with_parent
 from upfl.errors import UpflError
 from upfl.methods import load_plugins
@@ -10,6 +11,7 @@ from upfl.methods import load_plugins
 
 def main(run: str, *plugins: str) -> None:
     end_with_parent()
+    keep_freed_memory()
     load_plugins(plugins)
     try:
         api.resume(run, workers=1)

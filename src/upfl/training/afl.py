@@ -32,6 +32,7 @@ class AFLHyper(FedAvgHyper):
 class AFL(FedAvg):
     name = "afl"
     title = "AFL"
+    records = True
     Hyper = AFLHyper
     hyper: AFLHyper
 

@@ -26,6 +26,7 @@ class FedAvg(LocalTraining[FedAvgHyper]):
     title = "FedAvg"
     Hyper = FedAvgHyper
     vectorizes = True
+    records = True
 
     @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:

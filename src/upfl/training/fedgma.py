@@ -23,6 +23,7 @@ class FedGMAHyper(FedAvgHyper):
 class FedGMA(FedAvg):
     name = "fedgma"
     title = "FedGMA"
+    records = True
     Hyper = FedGMAHyper
     hyper: FedGMAHyper
 

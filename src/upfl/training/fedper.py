@@ -19,6 +19,7 @@ from upfl.training.fedavg import FedAvg, FedAvgHyper
 class FedPer(FedAvg):
     name = "fedper"
     title = "FedPer"
+    records = True
     remembers = True
     starts_from_memory = True
     publishes_memory = True

@@ -24,6 +24,7 @@ class FedProxHyper(FedAvgHyper):
 class FedProx(FedAvg):
     name = "fedprox"
     title = "FedProx"
+    records = True
     Hyper = FedProxHyper
     hyper: FedProxHyper
 

@@ -50,6 +50,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     title = "FedTTA"
     Hyper = FedTTAHyper
     vectorizes = True
+    records = True
 
     def __init__(self, task: Task, hyper: FedTTAHyper) -> None:
         super().__init__(task, hyper)
@@ -128,6 +129,7 @@ class FedTTAProxHyper(FedTTAHyper):
 class FedTTAProx(FedTTA):
     name = "fedtta-prox"
     title = "FedTTA-Prox"
+    records = True
     Hyper = FedTTAProxHyper
     hyper: FedTTAProxHyper
 

@@ -52,6 +52,7 @@ class OdpflHnHyper(FedAvgHyper):
 class OdpflHn(FedAvg):
     name = "odpfl-hn"
     title = "ODPFL-HN"
+    records = True
     Hyper = OdpflHnHyper
     hyper: OdpflHnHyper
 

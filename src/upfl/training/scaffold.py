@@ -27,6 +27,7 @@ class ScaffoldHyper(FedAvgHyper):
 class Scaffold(FedAvg):
     name = "scaffold"
     title = "SCAFFOLD"
+    records = True
     Hyper = ScaffoldHyper
     hyper: ScaffoldHyper
     remembers = True
