@@ -41,8 +41,7 @@ def shifted_published(published: Published) -> Published:
 
 
 def shifted_given(given: CrossFitted) -> CrossFitted:
-    fits = {folds: shifted_state(fitted) for folds, fitted in given.fits.items()}
-    return CrossFitted(shifted_published(given.published), fits, shifted_state(given.shared))
+    return CrossFitted(shifted_published(given.published), tuple(map(shifted_state, given.folds)))
 
 
 class ShiftedInputs(Inputs):

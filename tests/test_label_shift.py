@@ -1,12 +1,10 @@
-"""The class mix of a newcomer: variational Bayes, EM, black-box estimation, LAME, ATP and the stream, each against
+"""The class mix of a newcomer: variational Bayes, EM, black-box estimation, LAME and ATP, each against
 something independent: enumeration, slow loops, optimality conditions, finite differences."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import weakref
 from typing import Any
 
 import numpy as np
@@ -19,15 +17,13 @@ from torch import Tensor
 
 from tests.synthetic import Floats, World, draw, even, pairs, world
 from upfl.contract import Batch, CrossFitted, Personalized, Published, Task, Unlabelled
-from upfl.errors import ConfigError, RunError
+from upfl.errors import RunError
 from upfl.models import mlp
 from upfl.personalize import class_mix
 from upfl.personalize.atp import Atp, AtpHyper, Rates
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.class_mix import black_box, evidence_bound, expectation_maximisation, variational, with_unadapted
-from upfl.personalize.label_shift import LabelShift
 from upfl.personalize.lame import affinity, agree
-from upfl.personalize.stream import Stream
 from upfl.randomness import generator
 from upfl.state import prefixed, select
 from upfl.training.fedavg import FedAvg, FedAvgHyper
@@ -488,83 +484,6 @@ def test_atp_without_rates_is_the_base_model_and_its_step_is_an_entropy_step() -
     moved = at(torch.full((4,), 0.01).double())
     assert moved.diary.entropy[1] < moved.diary.entropy[0]
     assert at(torch.full((4,), -0.01).double()).diary.entropy[1] > moved.diary.entropy[0]
-
-
-# Streams
-
-
-def stream_of(fitted: dict[str, Tensor], x: Tensor) -> Stream:
-    here = only_new(x)
-    personalizer = here.personalizer("label-shift")
-    assert isinstance(personalizer, LabelShift)
-    return Stream(personalizer, here.published(**fitted), Unlabelled(0, x[:1]))
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(0, 2**32))
-def test_a_streams_end_is_the_batch_result_however_it_is_split(sizes: list[int], seed: int) -> None:
-    x, fitted = newcomer(samples=sum(sizes), seed=seed), calibrated_as(4)
-    whole = personalize("label-shift", x, fitted)
-    stream = stream_of(fitted, x)
-    for _ in range(2):
-        for part in torch.split(x, sizes):
-            told = stream.add(part)
-            assert told.shape == part.shape
-        assert len(stream) == len(x)
-        end = stream.personalized()
-        torch.testing.assert_close(end.logits, whole.logits, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(told, whole.logits.softmax(1)[-sizes[-1] :], atol=1e-4, rtol=1e-4)
-        np.testing.assert_allclose(end.diary.mix, whole.diary.mix, atol=1e-6)
-        torch.testing.assert_close(end.predict_logits(x), whole.predict_logits(x), atol=1e-4, rtol=1e-4)
-        for ours, theirs in zip(end.diary.accuracy, whole.diary.accuracy, strict=True):
-            assert (ours.value, ours.low, ours.high) == pytest.approx((theirs.value, theirs.low, theirs.high), abs=1e-4)
-        stream.reset()
-        assert len(stream) == 0
-
-
-def test_a_stream_forgets_at_a_reset_and_not_before() -> None:
-    first, other, fitted = newcomer(), newcomer(seed=3).flip(1), calibrated_as(4)
-    fresh, used = stream_of(fitted, other), stream_of(fitted, other)
-    expected = fresh.add(other)
-    used.add(first)
-    assert not torch.allclose(used.add(other), expected, atol=1e-3)
-    used.reset()
-    assert torch.equal(used.add(other), expected)
-
-
-def test_a_stream_keeps_a_row_of_scores_a_sample_and_no_inputs() -> None:
-    fitted, inputs = calibrated_as(4), newcomer(samples=8)
-    stream = stream_of(fitted, inputs)
-    refs = []
-    for _ in range(5):
-        x = inputs.clone()
-        refs.append(weakref.ref(x))
-        stream.add(x)
-        del x
-    gc.collect()
-    assert [ref() for ref in refs] == [None] * 5
-    held = [value for value in vars(stream).values() if isinstance(value, Tensor)]
-    assert [tuple(value.shape) for value in held] == [(40, 4)]
-
-
-def test_a_stream_takes_an_empty_batch_and_tells_when_it_has_seen_nothing() -> None:
-    fitted, x = calibrated_as(4), newcomer()
-    stream = stream_of(fitted, x)
-    with pytest.raises(ConfigError, match="no sample"):
-        stream.personalized()
-    assert stream.add(x[:0]).shape == (0, 4)
-    stream.add(x)
-    before = stream.personalized().logits
-    assert stream.add(x[:0]).shape == (0, 4)
-    assert torch.equal(stream.personalized().logits, before)
-
-
-def test_only_the_published_model_can_follow_a_stream() -> None:
-    here = only_new(newcomer())
-    personalizer = here.personalizer("tent+label-shift")
-    assert isinstance(personalizer, LabelShift)
-    with pytest.raises(ConfigError, match="published model"):
-        Stream(personalizer, here.published(**calibrated_as(4)), Unlabelled(0, newcomer()))
 
 
 # What it is for

@@ -17,7 +17,7 @@ from torch import Tensor
 from upfl.api import accuracy, train
 from upfl.bundle import Bundle, export
 from upfl.config import configure
-from upfl.contract import NO_FOLDS, Batch, CrossFitted, Published, Split, Task, Unlabelled
+from upfl.contract import Batch, CrossFitted, Published, Split, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.errors import BadClientError
 from upfl.last_layer import discriminant
@@ -86,8 +86,8 @@ def fit(holders: Sequence[Holder], classes: int, shrinkage: float = 0.01) -> tup
         total.add(up)
     assert total is not None
     results = stage.results(stage.aggregate(server, total, 0))
-    assert list(results) == [NO_FOLDS], "there are no folds where validation labels play no part"
-    return personalizer, Published(published.state, 1, fitted=results[NO_FOLDS])
+    assert len(results) == 1, "there are no folds where validation labels play no part"
+    return personalizer, Published(published.state, 1, fitted=results[0])
 
 
 def dealt(x: Tensor, y: Tensor, to: Tensor) -> list[Holder]:

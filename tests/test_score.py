@@ -507,7 +507,7 @@ def test_none_as_a_base_is_no_base() -> None:
 
 def test_settings_that_cannot_go_together_are_refused_before_training(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    options = ("--score", "label-shift,auto", "--set", "label-shift.prior=mixture", "--workers", "1", "--out", out)
+    options = ("--score", "label-shift,auto", "--set", "label-shift.gate=5", "--workers", "1", "--out", out)
     said = upfl("train", "fedavg", "digits", "--rounds", "1", *options)
     assert said.code == 2, said.err
     assert "gate.label-shift" in said.err
@@ -521,18 +521,6 @@ def test_what_needs_validation_data_says_so_before_training(tmp_path: Path) -> N
     assert said.code in (2, 3), said.err
     assert "validation" in said.err
     assert not out.exists()
-
-
-def test_a_mixture_of_families_works_on_a_run(run: Path) -> None:
-    engine = Engine.standing(RunFolder.open(run))
-    kind = PERSONALIZERS["label-shift"]
-    mixture = kind(engine.training, kind.Hyper(prior="mixture"))
-    fits, facts = fit_needs([mixture], engine.published(), engine.federation, engine.setup.inputs, 0, Group())
-    weight = fits.published.fitted["mixture.none.weight"]
-    assert float(weight.sum()) == pytest.approx(1)
-    found = mixture.personalize(fits.published, newcomer(engine.federation, engine.setup.inputs, 0, 0))
-    assert sum(found.diary.mix) == pytest.approx(1)
-    assert "gate.label-shift" in facts
 
 
 def test_a_base_that_was_not_fitted_is_named(run: Path) -> None:

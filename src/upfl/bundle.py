@@ -41,7 +41,6 @@ from torch import Tensor
 
 from upfl import models
 from upfl.contract import (
-    NO_FOLDS,
     Architecture,
     CrossFitted,
     Diary,
@@ -580,7 +579,7 @@ def _open_federation(folder: Path, manifest: FederationManifest, training: Train
     for key, need in needs.items():
         fit = need.stage(given)
         ranges |= {f"fitted.{key}.{name}": limits for name, limits in fit.ranges().items()}
-        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[NO_FOLDS])
+        expected |= prefixed("fitted", fit.results(fit.init(generator(0)))[0])
     tensors = _tensors(folder / WEIGHTS, expected)
     for name, (low, high) in ranges.items():
         if not ((tensors[name] >= low) & (tensors[name] <= high)).all():

@@ -12,15 +12,13 @@ here or there imports the data, the engine, files or the network.
 
 from upfl.contract.clients import Batch, Client, Split, Unlabelled
 from upfl.contract.personalizer import (
+    FITS,
     FOLDS,
-    NO_FOLDS,
     CrossFitted,
     Fit,
-    Folds,
     Need,
     Needy,
     Personalizer,
-    left_out,
     needs_of,
     varies,
 )
@@ -30,8 +28,8 @@ from upfl.contract.training import Architecture, Published, Task, Training
 
 __all__ = [
     "CHUNK",
+    "FITS",
     "FOLDS",
-    "NO_FOLDS",
     "Architecture",
     "Batch",
     "Client",
@@ -39,7 +37,6 @@ __all__ = [
     "Diary",
     "Estimate",
     "Fit",
-    "Folds",
     "Hyper",
     "Need",
     "Needy",
@@ -58,7 +55,6 @@ __all__ = [
     "Unlabelled",
     "all_logits",
     "chunks",
-    "left_out",
     "needs_of",
     "varies",
 ]

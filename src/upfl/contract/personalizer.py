@@ -9,22 +9,25 @@ or publishes fits that first, in order, by the same fold over clients as a train
 would, without a memory, and only then look at their labels. No logit and no label leaves a client, only sums.
 
 What is fitted on train splits (`Fit.split`) is like more training: once, on all clients, for everyone. With validation
-labels it is not so: a client that was fitted on must not be scored by it. What needs them is fitted once on all
-clients, for newcomers, and once without each of five folds of them: a training client is scored by what was fitted
-without its fold.
+labels it is not so: a client that was fitted on must not be scored by it. So what needs them is fitted six times at
+once: on all clients, for newcomers, and without each of five folds of them. A training client is scored by what was
+fitted without its fold.
 
-Fits stand on fits: for the gate, clients play with a calibration that others fitted. A fit without some folds must not
-know these folds' labels through what it stands on either. So for it a client plays with what was fitted without these
-folds and without its own. Hence what another fit stands on is fitted without each two folds, too, and what carries two
-fits above it without each three (`Fit.depth`).
+Fits stand on fits: for the gate, clients play with a calibration. A fit without a fold must not know this fold's labels
+through what it stands on either. So for it, clients play with what was fitted without that same fold: the fits without
+a fold are a chain of their own, in which the fold's labels do not occur. For the fit on all clients, each client plays
+with what was fitted without its own fold, as a newcomer would that nobody has seen.
+
+Settled: within a chain a client plays with fits that know its own labels. Fits without each two and three folds would
+avoid that, and were made until they were measured against chains: what newcomers receive of a calibration and a gate
+is the same by construction, and no figure differed by more than chance (CHANGELOG).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -38,8 +41,7 @@ from upfl.errors import ConfigError
 from upfl.state import State, prefixed
 
 FOLDS = 5
-Folds = frozenset[int]
-NO_FOLDS: Folds = frozenset()
+FITS = 1 + FOLDS  # on all clients, and without each fold
 R = TypeVar("R")
 
 
@@ -69,69 +71,63 @@ class Personalizer(ABC, Generic[H]):
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized: ...
 
 
-def left_out(depth: int) -> tuple[Folds, ...]:
-    """The sets of at most so many folds, none first."""
-    return tuple(
-        frozenset(folds) for size in range(min(depth, FOLDS) + 1) for folds in combinations(range(FOLDS), size)
-    )
-
-
 @dataclass(frozen=True)
 class CrossFitted:
-    """What newcomers receive, and in place of what was fitted on all clients what was fitted without some folds."""
+    """What newcomers receive, and what was fitted without each fold of training clients in place of `fitted`."""
 
     published: Published
-    fits: Mapping[Folds, State] = field(default_factory=dict)
-    shared: State = field(default_factory=dict)  # what was fitted on train splits: the same for everyone
+    folds: tuple[State, ...] = ({},) * FOLDS
 
-    def without(self, client: int, folds: Folds = NO_FOLDS) -> Published:
-        """What a training client is scored by; what it plays with, where other folds are not to count either."""
-        return replace(self.published, fitted=self.shared | self.fits.get(folds | {client % FOLDS}, {}))
+    def without(self, client: int) -> Published:
+        """What a training client is scored by: nothing in it was fitted on its labels."""
+        return self._fold(client % FOLDS)
 
-    def plus(self, fits: Mapping[Folds, State]) -> CrossFitted:
+    def playing(self, client: int, fit: int) -> Published:
+        """What a training client plays the newcomer with, for a fit that it is part of."""
+        return self.without(client) if fit == 0 else self._fold(fit - 1)
+
+    def _fold(self, fold: int) -> Published:
+        return replace(self.published, fitted=self.folds[fold])
+
+    def plus(self, fits: Sequence[State]) -> CrossFitted:
+        """With what was fitted on all clients and without each fold; or, where there is but one, on train splits."""
+        on_all, *without = fits
+        without = without or [on_all] * FOLDS
         return CrossFitted(
-            replace(self.published, fitted=self.published.fitted | fits[NO_FOLDS]),
-            dict(self.fits) | {folds: self.fits.get(folds, {}) | new for folds, new in fits.items() if folds},
-            self.shared if len(fits) > 1 else self.shared | fits[NO_FOLDS],
+            replace(self.published, fitted=self.published.fitted | on_all),
+            tuple(known | new for known, new in zip(self.folds, without, strict=True)),
         )
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something to be fitted: under which name it is found, with which settings, how, and without how many folds."""
+    """Something to be fitted: under which name it is found, with which settings, and how."""
 
     key: str
     settings: str  # two personalizers may share a fit only if these agree
     kind: type[Fit]
     personalizer: Personalizer[Any]
-    depth: int
 
     @classmethod
     def of(cls, fit: type[Fit], personalizer: Personalizer[Any]) -> Need:
         """A fit over what a personalizer makes of the training clients."""
-        return cls(f"{fit.key}.{personalizer.name}", personalizer.hyper.model_dump_json(), fit, personalizer, fit.depth)
-
-    def under(self, fit: type[Fit]) -> Need:
-        """The same, for a fit to stand on."""
-        return replace(self, depth=self.depth + fit.depth)
+        return cls(f"{fit.key}.{personalizer.name}", personalizer.hyper.model_dump_json(), fit, personalizer)
 
     def stage(self, given: CrossFitted) -> Fit:
-        return self.kind(self.personalizer, given, self.depth)
+        return self.kind(self.personalizer, given)
 
 
 class Fit(Stage[Hyper]):
-    """A stage whose clients play the newcomer. Its state has a first axis over the sets of folds that are left out."""
+    """A stage whose clients play the newcomer. On validation labels its state has a first axis over the six fits."""
 
     key: ClassVar[str]
-    depth: ClassVar[int] = 1  # how many folds are left out at most: one, and one more for each fit that stands on this
     split: ClassVar[Literal["train", "validation"]] = "validation"  # whose labels it is fitted on
     rounds: ClassVar[int] = 1
     remembers = True
 
-    def __init__(self, personalizer: Personalizer[Any], given: CrossFitted, depth: int | None = None) -> None:
+    def __init__(self, personalizer: Personalizer[Any], given: CrossFitted) -> None:
         self.personalizer, self.training, self.given = personalizer, personalizer.training, given
         self.classes = self.training.task.classes
-        self.left_out = left_out(depth or self.depth)
 
     @classmethod
     def most(cls, limit: int | None) -> int | None:
@@ -153,26 +149,25 @@ class Fit(Stage[Hyper]):
         return memory
 
     def fitted(self, server: State, fit: int) -> State:
-        """What was fitted without `left_out[fit]`; fit 0 is on all clients."""
+        """What fit 0, on all clients, or fit 1 + k, without fold k, came to."""
         return {name: value[fit].clone() for name, value in server.items()}
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Between which values what is fitted lies, by name, where not every number will do."""
         return {}
 
-    def results(self, server: State) -> dict[Folds, State]:
-        name = f"{self.key}.{self.personalizer.name}"
-        if self.split == "train":
-            return {NO_FOLDS: prefixed(name, self.fitted(server, 0))}
-        return {folds: prefixed(name, self.fitted(server, fit)) for fit, folds in enumerate(self.left_out)}
+    def results(self, server: State) -> list[State]:
+        """What was fitted on all clients, and on validation labels also without each fold; by its whole name."""
+        name, count = f"{self.key}.{self.personalizer.name}", 1 if self.split == "train" else FITS
+        return [prefixed(name, self.fitted(server, fit)) for fit in range(count)]
 
     def part_of(self, client: int) -> list[int]:
         """The fits that a client is part of; always of fit 0."""
-        return [fit for fit, folds in enumerate(self.left_out) if client % FOLDS not in folds]
+        return [fit for fit in range(FITS) if fit != 1 + client % FOLDS]
 
     def takes_part(self, client: int) -> Tensor:
         """1 for each fit that a client is part of, else 0."""
-        taking = torch.zeros(len(self.left_out), dtype=torch.int64)
+        taking = torch.zeros(FITS, dtype=torch.int64)
         taking[self.part_of(client)] = 1
         return taking
 
@@ -190,7 +185,7 @@ class Fit(Stage[Hyper]):
         x = torch.cat([batch.x for batch in client.batches("validation", 1024)])
         newcomer = Unlabelled(client.id, x, client.seed, client.architecture)
         for fit in self.part_of(client.id):
-            published = self.given.without(client.id, self.left_out[fit])
+            published = self.given.playing(client.id, fit)
             if varies or fit == 0:
                 found = base(published, newcomer)
             yield fit, published, found
@@ -215,7 +210,6 @@ def needs_of(personalizers: Sequence[Needy]) -> dict[str, Need]:
     for personalizer in personalizers:
         for need in personalizer.needs():
             known = found.setdefault(need.key, need)
-            found[need.key] = max(known, need, key=lambda one: one.depth)
             if known.settings != need.settings:
                 raise ConfigError(
                     f"{personalizer.name} and another personalizer of this run need '{need.key}' with different "

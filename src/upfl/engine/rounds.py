@@ -24,7 +24,7 @@ from upfl.environment import environment
 from upfl.errors import RunError, StoppedError
 from upfl.methods import row_name
 from upfl.randomness import generator
-from upfl.state import all_aligned
+from upfl.state import all_aligned, to_device
 
 
 class Observer(Protocol):
@@ -115,7 +115,7 @@ class Engine(Generic[C]):
         self.group.barrier()
         if found is None:
             server = self.training.init(generator(self.config.seed, "init"))
-            found = Progress({name: value.to(device) for name, value in server.items()})
+            found = Progress(to_device(server, device))
         if self.training.remembers and not len(found.memory_rounds):
             found.memory_rounds = torch.full((self.setup.clients,), -1)
         self._saved = found.round

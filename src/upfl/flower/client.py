@@ -36,7 +36,7 @@ from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node, Terms, node_federation
 from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.methods import load_named_plugins
-from upfl.state import State, all_aligned, select
+from upfl.state import State, all_aligned, select, to_device
 
 Handler = Callable[[Message, Context], RecordDict]
 
@@ -191,7 +191,7 @@ class TrainingNode:
             return {}
         version = int(self.facts["memory"])
         memory = self.training.memory(self.client(0)) if version < 0 else self.store.load(version)
-        return all_aligned({name: value.to(self.setup.device) for name, value in memory.items()})
+        return all_aligned(to_device(memory, self.setup.device))
 
 
 class ContextMemory:

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from upfl.contract import FOLDS, CrossFitted, Folds, Published, left_out
+from upfl.contract import FOLDS, CrossFitted, Published
 from upfl.errors import BadClientError
 from upfl.state import State, aligned, prefixed, select
 
@@ -50,23 +50,18 @@ def _tensor(name: str, array: Array) -> Tensor:
 
 
 def pack(given: CrossFitted) -> State:
-    """What newcomers receive with what was fitted without some folds, as one state."""
-    fitted = {name: value for name, value in given.published.fitted.items() if name not in given.shared}
-    state = prefixed("state", given.published.state) | prefixed("fitted", fitted) | prefixed("shared", given.shared)
-    for folds, without in given.fits.items():
-        state |= prefixed(_without(folds), without)
+    """What newcomers receive with what was fitted without each fold, as one state. What is one tensor is sent once."""
+    fitted = given.published.fitted
+    state = prefixed("state", given.published.state) | prefixed("fitted", fitted)
+    for fold, without in enumerate(given.folds):
+        own = {name: value for name, value in without.items() if value is not fitted[name]}
+        state |= prefixed(f"without-{fold}", own)
     return state
 
 
 def unpack(state: State, round: int) -> CrossFitted:
-    shared = select(state, "shared")
-    published = Published(select(state, "state"), round, fitted=shared | select(state, "fitted"))
-    fits = {folds: select(state, _without(folds)) for folds in left_out(FOLDS) if folds}
-    return CrossFitted(published, {folds: fitted for folds, fitted in fits.items() if fitted}, shared)
-
-
-def _without(folds: Folds) -> str:
-    return f"without-{''.join(map(str, sorted(folds)))}"
+    published = Published(select(state, "state"), round, fitted=select(state, "fitted"))
+    return CrossFitted(published, tuple(published.fitted | select(state, f"without-{fold}") for fold in range(FOLDS)))
 
 
 def arrays_of(reply: Message) -> State:

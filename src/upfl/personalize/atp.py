@@ -93,8 +93,8 @@ class Rates(Fit):
     split = "train"
     personalizer: Atp
 
-    def __init__(self, personalizer: Atp, given: CrossFitted, depth: int | None = None) -> None:
-        super().__init__(personalizer, given, depth)
+    def __init__(self, personalizer: Atp, given: CrossFitted) -> None:
+        super().__init__(personalizer, given)
         self.hyper = personalizer.hyper
         self.rounds = self.hyper.rounds  # type: ignore[misc]
 

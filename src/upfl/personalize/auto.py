@@ -39,6 +39,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import (
+    FITS,
     Client,
     CrossFitted,
     Fit,
@@ -145,9 +146,9 @@ class Choice(Fit):
     key = "choice"
     personalizer: Auto
 
-    def __init__(self, personalizer: Auto, given: CrossFitted, depth: int | None = None) -> None:
-        super().__init__(personalizer, given, depth)
-        self.shape = len(self.left_out), len(personalizer.candidates)
+    def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
+        super().__init__(personalizer, given)
+        self.shape = FITS, len(personalizer.candidates)
 
     def init(self, generator: torch.Generator) -> State:
         fits, candidates = self.shape

@@ -27,6 +27,7 @@ from pydantic import Field, create_model
 from torch import Tensor
 
 from upfl.contract import (
+    FITS,
     Client,
     Fit,
     Hyper,
@@ -55,13 +56,12 @@ class Calibration(Fit):
     """Newton's method for all fits at once. theta = (a, b) of each fit."""
 
     key = "calibration"
-    depth = 3  # the gate stands on it, and on the gate what is fitted last
     rounds = 60
     # Sums of Hessians are large, and need not be exact: a Newton step corrects itself.
     scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian", "prior"), 24)
 
     def init(self, generator: torch.Generator) -> State:
-        fits = len(self.left_out)
+        fits = FITS
         theta = torch.zeros(fits, 1 + self.classes, dtype=torch.float64)
         theta[:, 0] = 1
         return {
@@ -78,7 +78,7 @@ class Calibration(Fit):
     def memory(self, client: Client) -> State:
         y = self.labels(client)
         different = varies(self.personalizer)
-        scores = torch.zeros(len(self.left_out) if different else 1, len(y), self.classes, dtype=torch.float64)
+        scores = torch.zeros(FITS if different else 1, len(y), self.classes, dtype=torch.float64)
         for fit, _, personalized in self.plays(client, self.personalizer.personalize, different):
             if different or fit == 0:
                 scores[fit] = personalized.logits.cpu().double().log_softmax(1)
@@ -89,7 +89,7 @@ class Calibration(Fit):
         scores = carry["scores"][part] if len(carry["scores"]) > 1 else carry["scores"]
         up = {}
         for name, value in newton_sums(server["point"][part], scores, carry["y"]).items():
-            up[name] = value.new_zeros(len(self.left_out), *value.shape[1:])
+            up[name] = value.new_zeros(FITS, *value.shape[1:])
             up[name][part] = value
         return up, carry
 
@@ -251,8 +251,7 @@ class Correction(Personalizer[H]):
         return cls.Base.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        below = (need.under(Calibration) for need in self.base.needs())
-        return (*below, Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
+        return (*self.base.needs(), Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
 
     def own_needs(self) -> tuple[Need, ...]:
         """What this needs besides the calibration."""

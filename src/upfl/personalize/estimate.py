@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upfl.contract import Client, Estimate, Fit, Total, varies
+from upfl.contract import FITS, Client, Estimate, Fit, Total, varies
 from upfl.state import State
 
 
@@ -29,11 +29,11 @@ class Reliability(Fit):
     personalizer: Any  # a Correction
 
     def init(self, generator: torch.Generator) -> State:
-        return {name: torch.zeros(len(self.left_out), 2, dtype=torch.float64) for name in ("offset", "scatter")}
+        return {name: torch.zeros(FITS, 2, dtype=torch.float64) for name in ("offset", "scatter")}
 
     def memory(self, client: Client) -> State:
         y = self.labels(client)
-        error, variance = torch.zeros(2, len(self.left_out), 2, dtype=torch.float64)
+        error, variance = torch.zeros(2, FITS, 2, dtype=torch.float64)
         base = self.personalizer.base
         for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
             corrected = self.personalizer.corrected(personalized, published)

@@ -16,10 +16,6 @@ adaptation than the training clients justify, never more. Labels that those othe
 no mix can give them a probability, and each would outweigh hundreds of others. And a hundredth of the labels is taken
 for chance, -log(0.99 r + 0.01 / classes): a few confident mistakes in small splits must not outvote the rest.
 
-`prior = "mixture"` adds to the grid a mixture of Dirichlets fitted to the training clients' label counts, where it
-predicts those clients' labels better than the grid does: classes that come in families. What the server learns from it,
-and newcomers with it, is which classes occur together.
-
 `em` is plain expectation-maximisation (Saerens, Latinne, Decaestecker 2002), `map-em` its mode under a Dirichlet prior,
 `bbse` black-box shift estimation (Lipton, Wang, Smola 2018): without evidence, and without a gate.
 """
@@ -33,7 +29,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.contract import Client, Fit, Hyper, Need, Personalized, Published, Total, varies
+from upfl.contract import FITS, Client, Fit, Hyper, Need, Personalized, Published, Total, varies
 from upfl.personalize import class_mix
 from upfl.personalize.calibration import Calibrator, Corrected, Correction, fitted
 from upfl.personalize.class_mix import STRENGTHS, Posterior, variational
@@ -44,7 +40,7 @@ MENUS = (*STRENGTHS, math.inf)  # what s_min is chosen from
 
 
 class LabelShiftHyper(Hyper):
-    prior: Literal["grid", "mixture"] = Field("grid", description="what a newcomer's class mix is expected to be")
+    prior: Literal["grid"] = Field("grid", description="what a newcomer's class mix is expected to be: any")
     gate: float | None = Field(None, ge=0, description="s_min; by default what training clients justify")
 
 
@@ -54,52 +50,37 @@ class LabelShift(Correction[LabelShiftHyper]):
     Hyper = LabelShiftHyper
 
     def own_needs(self) -> tuple[Need, ...]:
-        mixture = (Need.of(Mixture, self.base),) if self._mixes else ()
-        return (*mixture, Need.of(Gate, self))
+        return (Need.of(Gate, self),)
 
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
-        posterior, menus = self.posterior(calibrator.log_posterior(base.logits), calibrator, published)
+        posterior, menus = self.posterior(calibrator.log_posterior(base.logits), calibrator)
         if self.hyper.gate is None:
             menu = int(fitted(published, f"{Gate.key}.{self.name}")["menu"])
         else:
-            menu = len(menus) - len(MENUS) + sum(s < self.hyper.gate for s in MENUS)
+            menu = sum(s < self.hyper.gate for s in MENUS)
         r, mix, weights = posterior.averaged(menus[menu])
-        return Corrected(r, mix, self._explained(menu - len(menus), weights))
+        return Corrected(r, mix, self._explained(menu, weights))
 
-    def posterior(self, log_p: Tensor, calibrator: Calibrator, published: Published) -> tuple[Posterior, Tensor]:
+    def posterior(self, log_p: Tensor, calibrator: Calibrator) -> tuple[Posterior, Tensor]:
         """Posteriors under every prior, and log weights [menus, priors] of what each menu allows.
 
-        The priors: the mixture's components where asked for, the grid from weak to strong, infinity. The menus: the
-        mixture, then each s_min. So later ones adapt less.
+        The priors: the grid from weak to strong, infinity. The menus: each s_min. So later ones adapt less.
         """
         pi = calibrator.prior
         strengths = torch.tensor(MENUS, dtype=pi.dtype)
         alpha = strengths[:-1].unsqueeze(1) * pi
         menus = torch.where(strengths >= strengths.unsqueeze(1), 0.0, -math.inf).double()
-        if self._mixes:
-            mixture = fitted(published, f"{Mixture.key}.{self.base.name}")
-            families = len(mixture["weight"])
-            alpha = torch.cat([mixture["alpha"], alpha])
-            menus = torch.cat([torch.full((len(menus), families), -math.inf).double(), menus], 1)
-            first = torch.full((1, menus.shape[1]), -math.inf).double()
-            first[0, :families], first[0, -1] = mixture["weight"].log(), 0.0
-            menus = torch.cat([first, menus])
         p = log_p.exp()
         return class_mix.with_unadapted(variational(log_p - pi.log(), alpha, p), p, pi), menus
 
-    @property
-    def _mixes(self) -> bool:
-        return self.hyper.prior == "mixture"
-
     def _explained(self, menu: int, weights: Tensor) -> str:
         unadapted = float(weights[-1])
-        if menu == -1:
+        if menu == len(MENUS) - 1:
             why = "training clients justify" if self.hyper.gate is None else "the configured gate allows"
             return f"the calibrated model, because {why} no adaptation of the class mix"
-        allowed = "a mixture of class families" if menu < -len(MENUS) else f"prior strengths from {MENUS[menu]:g} on"
+        allowed = f"prior strengths from {MENUS[menu]:g} on"
         why = "justified by training clients" if self.hyper.gate is None else "as configured"
-        grid = weights[-len(MENUS) : -1]
-        strength = f", most on {STRENGTHS[int(grid.argmax())]:g}" if menu >= -len(MENUS) else ""
+        strength = f", most on {STRENGTHS[int(weights[:-1].argmax())]:g}"
         return f"its own mix of classes, {why} ({allowed}{strength}; {unadapted:.0%} of the weight on no adaptation)"
 
 
@@ -107,28 +88,23 @@ class Gate(Fit):
     """Which menu of priors the training clients justify. Later menus adapt less."""
 
     key = "gate"
-    depth = 2  # what is fitted last stands on it
     scales: ClassVar = {"gain": 30, "products": 20}
     personalizer: LabelShift
 
-    @property
-    def menus(self) -> int:
-        return len(MENUS) + (self.personalizer.hyper.prior == "mixture")
-
     def init(self, generator: torch.Generator) -> State:
-        fits = len(self.left_out)
-        return {"menu": torch.full((fits,), self.menus - 1), "loss": torch.zeros(fits, self.menus).double()}
+        fits = FITS
+        return {"menu": torch.full((fits,), len(MENUS) - 1), "loss": torch.zeros(fits, len(MENUS)).double()}
 
     def memory(self, client: Client) -> State:
         """For each menu, the client's loss less that of no adaptation: negative log-likelihoods of its labels."""
         y = self.labels(client)
-        gain = torch.zeros(len(self.left_out), self.menus, dtype=torch.float64)
-        samples = torch.zeros(len(self.left_out), dtype=torch.int64)
+        gain = torch.zeros(FITS, len(MENUS), dtype=torch.float64)
+        samples = torch.zeros(FITS, dtype=torch.int64)
         base = self.personalizer.base
         for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
             calibrator = Calibrator.of(published, base.name)
             log_p = calibrator.log_posterior(personalized.logits)
-            posterior, menus = self.personalizer.posterior(log_p, calibrator, published)
+            posterior, menus = self.personalizer.posterior(log_p, calibrator)
             known = calibrator.confusion.sum(0)[y] > 0
             chosen = posterior.r[:, torch.arange(len(y)), y][:, known]  # [priors, n]
             weights = (posterior.evidence + menus).softmax(1)
@@ -151,7 +127,7 @@ class Gate(Fit):
         return {"menu": torch.tensor(menus), "loss": total["gain"] / samples.unsqueeze(1)}
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"menu": (0, self.menus - 1)}
+        return {"menu": (0, len(MENUS) - 1)}
 
     def facts(self, server: State) -> dict[str, float]:
         menu = int(server["menu"][0])
@@ -168,54 +144,6 @@ def choose(loss: Tensor, products: Tensor, clients: int) -> int:
     excess = loss - loss[best]
     variance = (squares - excess.square() / clients).clamp(min=0) * clients / (clients - 1)
     return int((excess <= variance.sqrt()).nonzero().max())
-
-
-class Mixture(Fit):
-    """A mixture of Dirichlets over the training clients' class mixes, by EM on their label counts.
-
-    A client's part is how much each component explains it, and Minka's fixed point for the components' parameters:
-        alpha_kc <- alpha_kc * sum_i g_ik [digamma(n_ic + alpha_kc) - digamma(alpha_kc)]
-                             / sum_i g_ik [digamma(n_i + alpha_k0) - digamma(alpha_k0)]
-    """
-
-    key = "mixture"
-    depth = 3
-    rounds = 60
-    families: ClassVar = 20
-
-    def init(self, generator: torch.Generator) -> State:
-        shape = (self.families, self.classes)
-        alpha = 0.05 + torch.rand(shape, generator=generator, dtype=torch.float64).pow(4)
-        return {
-            "alpha": alpha.repeat(len(self.left_out), 1, 1),
-            "weight": torch.full((len(self.left_out), self.families), 1 / self.families, dtype=torch.float64),
-        }
-
-    def memory(self, client: Client) -> State:
-        labels = torch.cat([batch.y.cpu() for batch in client.batches("train", 1024)])
-        return {"counts": torch.bincount(labels, minlength=self.classes).double()}
-
-    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        counts, alpha = carry["counts"], server["alpha"]
-        strength = alpha.sum(2)
-        fit = (torch.lgamma(alpha + counts) - torch.lgamma(alpha)).sum(2)
-        fit += torch.lgamma(strength) - torch.lgamma(strength + counts.sum())
-        explains = (fit + server["weight"].log()).softmax(1) * self.takes_part(client.id).unsqueeze(1)
-        up = torch.digamma(alpha + counts) - torch.digamma(alpha)
-        down = torch.digamma(strength + counts.sum()) - torch.digamma(strength)
-        return {
-            "weight": explains,
-            "up": (explains.unsqueeze(2) * up).clamp(max=1e4),
-            "down": (explains * down).clamp(max=1e4),
-        }, carry
-
-    def aggregate(self, server: State, total: Total, round: int) -> State:
-        weight = total["weight"] + 1e-6
-        alpha = server["alpha"] * total["up"] / total["down"].clamp(min=1e-9).unsqueeze(2)
-        return {"alpha": alpha.clamp(1e-3, 1e4), "weight": weight / weight.sum(1, keepdim=True)}
-
-    def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"alpha": (1e-3, 1e4), "weight": (0, 1)}
 
 
 class EmHyper(Hyper):

@@ -30,7 +30,7 @@ from torch import Tensor
 from upfl.contract import Architecture, Batch, Client, Personalizer, Phase, Published, Task, Total, Training, Unlabelled
 from upfl.errors import ConfigError
 from upfl.models import Model
-from upfl.state import State, contiguous, prefixed, select
+from upfl.state import State, contiguous, prefixed, select, to_device
 from upfl.training.base import LocalHyper, LocalTraining
 from upfl.training.sgd import divergence
 
@@ -96,7 +96,7 @@ class FedMD(Training[D]):
         return (digest, revisit) if round else (revisit,)
 
     def begin(self, server: State, memory: State, client: Client) -> State:
-        own = {name: value.to(self.public.device) for name, value in memory.items()}
+        own = to_device(memory, self.public.device)
         return self._student(client.architecture).revisit.carry(own) | prefixed("teacher", server)
 
     def digest(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
@@ -131,11 +131,11 @@ class FedMD(Training[D]):
         """A client's models before it personalizes: a training client's own, or what a newcomer digests."""
         student, device = self._student(client.architecture), client.x.device
         if memory is not None:
-            return {name: value.to(device) for name, value in memory.items()}
+            return to_device(memory, device)
         fresh = student.revisit.init(client.generator("models"))
-        taught = {name: value.to(device) for name, value in published.state.items()}
+        taught = to_device(published.state, device)
         public = taught.pop("public")
-        carry = student.digest.carry({name: value.to(device) for name, value in fresh.items()})
+        carry = student.digest.carry(to_device(fresh, device))
         carry |= prefixed("teacher", taught)
         order = client.generator("digest")
         with torch.no_grad():

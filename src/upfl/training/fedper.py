@@ -12,7 +12,7 @@ Settled: personal layers start from (seed, client).
 import torch
 
 from upfl.contract import Client, Published, Task, Unlabelled
-from upfl.state import State, select
+from upfl.state import State, select, to_device
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 
@@ -49,7 +49,7 @@ class FedPer(FedAvg):
 
     def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         assert memory is not None, "FedPer has no model for a client that did not train"
-        own = {name: value.to(client.x.device) for name, value in memory.items()}
+        own = to_device(memory, client.x.device)
         return self.model.layout(select(self._ordered(published.state | own), "psi"))
 
     def _ordered(self, state: State) -> State:
