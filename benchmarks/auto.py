@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from upfl.engine.score import mcnemar
-from upfl.report.statistics import bootstrap
+from upfl.statistics import bootstrap, mcnemar
 
 SINGLE = ("none", "one-step", "early-stopped", "label-shift")
 WITHIN = 0.5

@@ -27,8 +27,8 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
-from upfl.engine.score import Scorer
 from upfl.engine.setup import assemble
+from upfl.experiments.score import Scorer
 from upfl.methods import make_personalizer, personalizer_class
 from upfl.randomness import generator
 from upfl.state import ALIGNMENT, is_vectorized

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from upfl.data import Federation, Partition, Source, build_federation, class_counts, default_partition, load
-from upfl.data.partition import Hands, by_writer, dirichlet, iid, pathological, superclass
+from upfl.data.partition import Holdings, by_writer, dirichlet, iid, pathological, superclass
 from upfl.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
@@ -31,8 +31,8 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def assert_each_once(hands: Hands, count: int) -> None:
-    np.testing.assert_array_equal(np.sort(np.concatenate(list(hands))), np.arange(count))
+def assert_each_once(holdings: Holdings, count: int) -> None:
+    np.testing.assert_array_equal(np.sort(np.concatenate(list(holdings))), np.arange(count))
 
 
 def small_source(labels: Indices, *, train_count: int | None = None, groups: Indices | None = None) -> Source:
@@ -66,10 +66,10 @@ def test_pathological_clients_hold_everything_once_within_their_label_limit(
         with pytest.raises(DataError):
             pathological(labels, clients, limit, distinct, rng(seed))
         return
-    hands = pathological(labels, clients, limit, distinct, rng(seed))
-    assert len(hands) == clients
-    assert_each_once(hands, len(labels))
-    assert max(len(np.unique(labels[hand])) for hand in hands) <= limit
+    holdings = pathological(labels, clients, limit, distinct, rng(seed))
+    assert len(holdings) == clients
+    assert_each_once(holdings, len(labels))
+    assert max(len(np.unique(labels[holding])) for holding in holdings) <= limit
 
 
 @given(st.integers(2, 60), st.integers(1, 10), st.integers(1, 10), seeds)
@@ -78,22 +78,22 @@ def test_distinct_labels_are_exactly_as_many_as_asked_for(clients: int, classes:
     if clients * limit < classes:
         return
     labels = np.repeat(np.arange(classes), clients)  # enough for no shard to be empty
-    hands = pathological(labels, clients, limit, True, rng(seed))
-    assert {len(np.unique(labels[hand])) for hand in hands} == {limit}
+    holdings = pathological(labels, clients, limit, True, rng(seed))
+    assert {len(np.unique(labels[holding])) for holding in holdings} == {limit}
 
 
 @given(seeds)
 def test_shards_of_a_class_are_of_equal_size(seed: int) -> None:
     labels = np.repeat(np.arange(10), 60)
-    hands = pathological(labels, 100, 2, True, rng(seed))
-    assert {len(hand) for hand in hands} == {6}
-    assert {int(np.bincount(labels[hand]).max()) for hand in hands} == {3}
+    holdings = pathological(labels, 100, 2, True, rng(seed))
+    assert {len(holding) for holding in holdings} == {6}
+    assert {int(np.bincount(labels[holding]).max()) for holding in holdings} == {3}
 
 
 def test_distinct_pairs_are_varied() -> None:
     labels = np.repeat(np.arange(10), 200)
-    hands = pathological(labels, 100, 2, True, rng(0))
-    pairs = {tuple(np.unique(labels[hand]).tolist()) for hand in hands}
+    holdings = pathological(labels, 100, 2, True, rng(0))
+    pairs = {tuple(np.unique(labels[holding]).tolist()) for holding in holdings}
     assert len(pairs) > 30  # of 45
 
 
@@ -110,10 +110,10 @@ def test_superclass_clients_hold_everything_once_and_one_superclass_each(
         with pytest.raises(DataError, match="superclasses"):
             superclass(groups, clients, rng(seed))
         return
-    hands = superclass(groups, clients, rng(seed))
-    assert len(hands) == clients
-    assert_each_once(hands, len(groups))
-    assert max(len(np.unique(groups[hand])) for hand in hands) == 1
+    holdings = superclass(groups, clients, rng(seed))
+    assert len(holdings) == clients
+    assert_each_once(holdings, len(groups))
+    assert max(len(np.unique(groups[holding])) for holding in holdings) == 1
 
 
 @given(labelled(), st.integers(2, 8), st.integers(0, 10), seeds)
@@ -123,26 +123,26 @@ def test_a_writer_client_holds_all_of_one_writer(groups: Indices, clients: int, 
         with pytest.raises(DataError, match=f"at least {minimum} samples"):
             by_writer(groups, clients, minimum, rng(seed))
         return
-    hands = by_writer(groups, clients, minimum, rng(seed))
-    owners = [np.unique(groups[hand]).item() for hand in hands]
+    holdings = by_writer(groups, clients, minimum, rng(seed))
+    owners = [np.unique(groups[holding]).item() for holding in holdings]
     assert len(set(owners)) == clients
-    for owner, hand in zip(owners, hands, strict=True):
-        assert len(np.unique(hand)) == len(hand) == sizes[owner] >= minimum
+    for owner, holding in zip(owners, holdings, strict=True):
+        assert len(np.unique(holding)) == len(holding) == sizes[owner] >= minimum
 
 
 @given(labelled(), st.integers(1, 40), st.floats(1e-3, 1e6), seeds)
 def test_dirichlet_clients_hold_everything_once(labels: Indices, clients: int, alpha: float, seed: int) -> None:
-    hands = dirichlet(labels, clients, alpha, rng(seed))
-    assert len(hands) == clients
-    assert_each_once(hands, len(labels))
+    holdings = dirichlet(labels, clients, alpha, rng(seed))
+    assert len(holdings) == clients
+    assert_each_once(holdings, len(labels))
 
 
 def test_a_larger_dirichlet_concentration_spreads_classes_more_evenly() -> None:
     labels = np.repeat(np.arange(10), 500)
 
     def largest_share(alpha: float) -> float:
-        hands = [hand for hand in dirichlet(labels, 20, alpha, rng(0)) if len(hand)]
-        return float(np.mean([np.bincount(labels[hand]).max() / len(hand) for hand in hands]))
+        holdings = [holding for holding in dirichlet(labels, 20, alpha, rng(0)) if len(holding)]
+        return float(np.mean([np.bincount(labels[holding]).max() / len(holding) for holding in holdings]))
 
     assert largest_share(0.01) > largest_share(0.5) > largest_share(1000) > 0.09
     assert largest_share(1000) < 0.2
@@ -150,9 +150,9 @@ def test_a_larger_dirichlet_concentration_spreads_classes_more_evenly() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 40), seeds)
 def test_iid_clients_hold_everything_once_in_equal_parts(count: int, clients: int, seed: int) -> None:
-    hands = iid(count, clients, rng(seed))
-    assert_each_once(hands, count)
-    sizes = [len(hand) for hand in hands]
+    holdings = iid(count, clients, rng(seed))
+    assert_each_once(holdings, count)
+    sizes = [len(holding) for holding in holdings]
     assert max(sizes) - min(sizes) <= 1
 
 

@@ -27,7 +27,6 @@ from upfl.report.collect import collect, names
 from upfl.report.lines import arrange
 from upfl.report.page import write_report
 from upfl.report.paper import paper_figure
-from upfl.report.statistics import bootstrap, mean_over_seeds, paired, spread
 from upfl.report.tables import (
     Cell,
     Column,
@@ -38,6 +37,7 @@ from upfl.report.tables import (
     newcomers_table,
     setting_table,
 )
+from upfl.statistics import bootstrap, mean_over_seeds, paired, spread
 
 
 @pytest.fixture(autouse=True)

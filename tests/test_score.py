@@ -16,7 +16,6 @@ import torch
 
 from tests.plugin_methods import Said, lines, result, upfl
 from upfl import api
-from upfl.cli.scores import summaries
 from upfl.config import Config, configure
 from upfl.contract import Personalized, Published, Unlabelled
 from upfl.data.inputs import Inputs
@@ -25,13 +24,15 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
-from upfl.engine.score import Newcomers, Score, Scorer, harm, mcnemar
 from upfl.engine.setup import assemble
 from upfl.errors import RunError
+from upfl.experiments.comparison import harm, summaries
+from upfl.experiments.score import Newcomers, Score, Scorer
 from upfl.methods import PERSONALIZERS, personalizer_class
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.oracle import ORACLES, HalfSupervised
 from upfl.state import State
+from upfl.statistics import mcnemar
 
 SMALL = ("iterations=10", "model.hidden=32", "partition.clients=20")
 
@@ -256,7 +257,7 @@ def test_draws_that_the_data_cannot_fill_are_told(run: Path, tmp_path: Path) -> 
 def test_more_classes_than_there_are_are_refused_before_anything_is_fitted(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("upfl.engine.score.fit_needs", lambda *given, **more: pytest.fail("it was fitted"))
+    monkeypatch.setattr("upfl.experiments.score.fit_needs", lambda *given, **more: pytest.fail("it was fitted"))
     said = upfl("score", run, "--score", "none", "--classes", "2,11")
     assert said.code == 2
     assert "--classes 11" in said.err

@@ -13,7 +13,7 @@ ROOT = SOURCE.parents[1]
 
 # From the ground up: each may import what stands above it in this list, and itself.
 ORDER = (
-    *("errors", "suggest", "randomness", "state", "last_layer", "models"),
+    *("errors", "suggest", "randomness", "statistics", "state", "last_layer", "models"),
     *("contract", "training", "personalize", "methods"),
     *("data", "config", "manifest", "environment", "engine", "api"),
     *("bundle", "onnx_export", "flower", "experiments", "report", "track", "cli"),

@@ -79,14 +79,10 @@ def check_memory(training: Training[Any], count: int) -> None:
     # A worker holds the state, its sum in 64-bit integers, and one copy more while it aggregates or saves.
     needed, there = count * (16 * training.size + 2**29), available_memory()
     if there is not None and needed > there:
-        advice = (
-            "--set rank=4 makes the hypernetwork about 20 times smaller"
-            if training.name == "odpfl-hn"
-            else "fewer workers"
-        )
         raise RunError(
             f"{training.name} has {training.size / 1e6:.0f} million values in its server state: {count} worker(s) need "
-            f"about {needed / 2**30:.1f} GiB and this machine has {there / 2**30:.1f} GiB free; {advice}"
+            f"about {needed / 2**30:.1f} GiB and this machine has {there / 2**30:.1f} GiB free; "
+            f"{training.memory_advice}"
         )
 
 

@@ -272,7 +272,7 @@ def _searched(dataset: str) -> dict[str, Any]:
 
 def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:
     base, plus, last = name.rpartition("+")
-    own = dict(searched.get("early-stopped" if last == "auto" else last, {}))  # auto's candidates are the paper's, too
+    own = dict(searched.get(personalizer_class(last).takes_settings_of or last, {}))
     return own | {"base": _personalizer_defaults(searched, base)} if plus and base != "none" else own
 
 

@@ -14,13 +14,10 @@ from rich.markup import escape
 from upfl.cli.runs import AsJson, lean_table, numbers
 from upfl.config import listed, toml_value
 from upfl.engine.folder import RunFolder
-from upfl.engine.score import USUAL, Newcomers, Score, Scorer, harm, mcnemar
 from upfl.errors import ConfigError
+from upfl.experiments.comparison import HARM, LARGE, summaries
+from upfl.experiments.score import USUAL, Newcomers, Scorer
 from upfl.personalize.oracle import ORACLES
-from upfl.report.statistics import bootstrap
-
-HARM = 2.0  # points that a client may lose before it counts as harmed
-LARGE = 100  # samples from which on a client is judged by itself; smaller ones are pooled
 
 
 def score(
@@ -82,7 +79,7 @@ def score(
         curves = []
         for kind in kinds:
             tell(f"newcomers with {kind.classes} classes and {kind.samples} samples")
-            drawn = scorer.score_newcomers(kind)
+            drawn = scorer.score_drawn(kind)
             held = float(np.mean([len(right) for right in drawn[0].right]))  # fewer, where there are no more
             figures = {"classes": kind.classes, "samples": kind.samples, "mean_samples": held}
             curves.append(figures | {"rows": summaries(drawn)})
@@ -105,58 +102,6 @@ def score(
         typer.echo(json.dumps(found, indent=1))
         return
     _show(found)
-
-
-def summaries(scores: list[Score], clients: bool = False) -> list[dict[str, Any]]:
-    """The figures of each score; differences, with intervals, and harm against `none` and `calibrated`."""
-    references = {score.name: score for score in scores if score.name in ("none", "calibrated")}
-    rows = []
-    for score in scores:
-        row: dict[str, Any] = {"name": score.name, "title": score.title, "bound": score.bound, "test": score.accuracy}
-        if score.validation is not None:
-            row["validation"] = score.validation
-        if score.later:
-            right, total = np.array(score.later).sum(0)
-            row["inductive"] = 100 * right / total
-        if score.estimates:
-            value, low, high, truth = np.array(score.estimates).T
-            row["estimate"] = {
-                "mean_error": 100 * float((value - truth).mean()),
-                "mean_absolute_error": 100 * float(np.abs(value - truth).mean()),
-                "covered": 100 * float(((low <= truth) & (truth <= high)).mean()),
-            }
-        for name, reference in references.items():
-            if name != score.name and not score.bound:
-                row[f"against_{name}"] = _against(score, reference)
-        if clients:
-            row["clients"] = [{"accuracy": 100 * float(r.mean()), "size": len(r)} for r in score.right]
-        rows.append(row)
-    return rows
-
-
-def _against(score: Score, reference: Score) -> dict[str, Any]:
-    """The difference with its interval; harm to each large client, and to all smaller ones together."""
-    pairs = harm(score, reference)
-    difference = np.array([one["won"] - one["lost"] for one in pairs], np.float64)
-    sizes = np.array([one["size"] for one in pairs], np.float64)
-    interval = bootstrap([(difference, sizes)])
-    large, small = ([one for one in pairs if (one["size"] >= LARGE) == is_large] for is_large in (True, False))
-    lost, won = (sum(int(one[way]) for one in small) for way in ("lost", "won"))
-    harmed = [one for one in large if 100 * (one["lost"] - one["won"]) / one["size"] > HARM and one["p"] < 0.05]
-    return {
-        "difference": interval.value,
-        "low": interval.low,
-        "high": interval.high,
-        "large_clients": len(large),
-        "harmed_large_clients": len(harmed),
-        "small_clients": {
-            "clients": len(small),
-            "samples": sum(int(one["size"]) for one in small),
-            "lost": lost,
-            "won": won,
-            "p": mcnemar(lost, won),
-        },
-    }
 
 
 def _changes(settings: list[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ is the same by construction, and no figure differed by more than chance (CHANGEL
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -51,6 +51,7 @@ class Personalizer(ABC, Generic[H]):
     name: ClassVar[str]
     title: ClassVar[str]
     Hyper: ClassVar[type[Any]]
+    takes_settings_of: ClassVar[str] = ""  # the personalizer whose searched values of the paper are its own, too
 
     def __init__(self, training: Training[Any], hyper: H) -> None:
         self.training = training
@@ -196,7 +197,7 @@ def varies(personalizer: Personalizer[Any]) -> bool:
     return any(need.kind.split == "validation" for need in personalizer.needs())
 
 
-class Needy(Protocol):
+class HasNeeds(Protocol):
     """A personalizer, or an oracle."""
 
     name: ClassVar[str]
@@ -204,7 +205,7 @@ class Needy(Protocol):
     def needs(self) -> tuple[Need, ...]: ...
 
 
-def needs_of(personalizers: Sequence[Needy]) -> dict[str, Need]:
+def needs_of(personalizers: Sequence[HasNeeds]) -> dict[str, Need]:
     """All that these need, each thing once, in an order in which it can be fitted."""
     found: dict[str, Need] = {}
     for personalizer in personalizers:

@@ -68,6 +68,7 @@ class Training(Stage[H]):
     publishes_memory: ClassVar[bool] = False  # whether newcomers receive training clients' memories
     starts_from_memory: ClassVar[bool] = False  # whether a training client's own model is made of its memory
     heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
+    memory_advice: ClassVar[str] = "fewer workers"  # what helps where its state does not fit the machine's memory
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
     takes_steps: ClassVar[bool] = True  # whether its models are made for steps down a gradient
     in_turn: ClassVar[bool] = False  # whether clients are asked in order, each once a pass, not drawn anew each round

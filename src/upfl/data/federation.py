@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from upfl.data.partition import Hands, Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
+from upfl.data.partition import Holdings, Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
 from upfl.data.sources import Source
 from upfl.errors import ConfigError, DataError
 from upfl.randomness import seed_of
@@ -17,7 +17,7 @@ ROLES: tuple[Role, ...] = ("training", "new")
 
 
 @dataclass(frozen=True)
-class Clients(Hands):
+class Clients(Holdings):
     """What each client holds, in random order, and how it uses it."""
 
     train_counts: Indices  # the first so many of a client's samples are its train split, the others validate
@@ -61,16 +61,16 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     if seed < 0:
         raise ConfigError(f"the partition seed must not be negative, and it is {seed}")
     pool, public = _draw_pool(source, partition, seed)
-    hands = dict(zip(("training", "new"), _deal(source, partition, pool, seed), strict=True))
+    holdings = dict(zip(("training", "new"), _deal(source, partition, pool, seed), strict=True))
     notes = []
-    for role, dealt in hands.items():
-        hands[role] = held = dealt.chosen(np.flatnonzero(dealt.sizes()))
+    for role, dealt in holdings.items():
+        holdings[role] = held = dealt.chosen(np.flatnonzero(dealt.sizes()))
         if not len(held):
             raise DataError(f"no sample is left for {role} clients: take more samples or fewer clients")
         if empty := len(dealt) - len(held):
             notes.append(f"{empty} of {len(dealt)} {role} clients hold no samples and are left out")
-    training = _training_clients(hands["training"], partition, seed)
-    new = _new_clients(hands["new"], partition, seed)
+    training = _training_clients(holdings["training"], partition, seed)
+    new = _new_clients(holdings["new"], partition, seed)
     notes += _notes(source, partition, training, new)
     return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures))
 
@@ -113,7 +113,7 @@ def _draw_pool(source: Source, partition: Partition, seed: int) -> tuple[Indices
     return pool[~drawn], pool[drawn]
 
 
-def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Hands, Hands]:
+def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Holdings, Holdings]:
     """What each training client and each new client holds."""
     if partition.kind == "dirichlet":
         return _deal_dirichlet(source, partition, pool, seed)
@@ -121,20 +121,22 @@ def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tup
     match partition.kind:
         case "pathological":
             labels = source.labels[pool]
-            hands = pathological(labels, partition.clients, partition.labels_per_client, partition.distinct_labels, rng)
+            holdings = pathological(
+                labels, partition.clients, partition.labels_per_client, partition.distinct_labels, rng
+            )
         case "superclass":
-            hands = superclass(_groups(source, "superclasses")[pool], partition.clients, rng)
+            holdings = superclass(_groups(source, "superclasses")[pool], partition.clients, rng)
         case "writer":
-            hands = by_writer(_groups(source, "writers")[pool], partition.clients, partition.minimum_samples, rng)
+            holdings = by_writer(_groups(source, "writers")[pool], partition.clients, partition.minimum_samples, rng)
         case "iid":
-            hands = iid(len(pool), partition.clients, rng)
-    order = _generator(seed, "roles").permutation(len(hands))
-    half = (len(hands) + 1) // 2
-    held = Hands(pool[hands.indices], hands.offsets)
+            holdings = iid(len(pool), partition.clients, rng)
+    order = _generator(seed, "roles").permutation(len(holdings))
+    half = (len(holdings) + 1) // 2
+    held = Holdings(pool[holdings.indices], holdings.offsets)
     return held.chosen(order[:half]), held.chosen(order[half:])
 
 
-def _deal_dirichlet(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Hands, Hands]:
+def _deal_dirichlet(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Holdings, Holdings]:
     """The canonical training set goes to training clients, the test set to new ones; without one, random halves do."""
     if source.train_count < len(source.labels):
         is_training = pool < source.train_count
@@ -146,8 +148,8 @@ def _deal_dirichlet(source: Source, partition: Partition, pool: Indices, seed: i
     )
     dealt = []
     for part, alpha, purpose in parts:
-        hands = dirichlet(source.labels[part], partition.clients // 2, alpha, _generator(seed, purpose))
-        dealt.append(Hands(part[hands.indices], hands.offsets))
+        holdings = dirichlet(source.labels[part], partition.clients // 2, alpha, _generator(seed, purpose))
+        dealt.append(Holdings(part[holdings.indices], holdings.offsets))
     return dealt[0], dealt[1]
 
 
@@ -164,29 +166,29 @@ def validation_sizes(sizes: Indices, fraction: float) -> Indices:
     return kept
 
 
-def _training_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
-    sizes = hands.sizes()
+def _training_clients(holdings: Holdings, partition: Partition, seed: int) -> Clients:
+    sizes = holdings.sizes()
     validation = validation_sizes(sizes, partition.validation)
-    angles = _angles(partition.rotations_training, len(hands), _generator(seed, "angles training"))
-    return _clients(hands.shuffled(_generator(seed, "validation")), sizes - validation, angles)
+    angles = _angles(partition.rotations_training, len(holdings), _generator(seed, "angles training"))
+    return _clients(holdings.shuffled(_generator(seed, "validation")), sizes - validation, angles)
 
 
-def _new_clients(hands: Hands, partition: Partition, seed: int) -> Clients:
+def _new_clients(holdings: Holdings, partition: Partition, seed: int) -> Clients:
     # A larger fraction contains every smaller one. The order must not give labels away either.
-    kept = np.maximum(np.rint(partition.new_fraction * hands.sizes()).astype(np.int64), 1)
-    angles = _angles(partition.rotations_new, len(hands), _generator(seed, "angles new"))
-    shuffled = hands.shuffled(_generator(seed, "subsample"))
-    return _clients(shuffled.first(kept), np.zeros(len(hands), np.int64), angles)
+    kept = np.maximum(np.rint(partition.new_fraction * holdings.sizes()).astype(np.int64), 1)
+    angles = _angles(partition.rotations_new, len(holdings), _generator(seed, "angles new"))
+    shuffled = holdings.shuffled(_generator(seed, "subsample"))
+    return _clients(shuffled.first(kept), np.zeros(len(holdings), np.int64), angles)
 
 
 def _angles(choices: tuple[float, ...], count: int, rng: np.random.Generator) -> NDArray[np.float64]:
     return rng.choice(np.array(choices or (0.0,)), count)
 
 
-def _clients(hands: Hands, train_counts: Indices, angles: NDArray[np.float64]) -> Clients:
-    for array in (hands.indices, hands.offsets, train_counts, angles):
+def _clients(holdings: Holdings, train_counts: Indices, angles: NDArray[np.float64]) -> Clients:
+    for array in (holdings.indices, holdings.offsets, train_counts, angles):
         array.flags.writeable = False
-    return Clients(hands.indices, hands.offsets, train_counts, angles)
+    return Clients(holdings.indices, holdings.offsets, train_counts, angles)
 
 
 def _counts(values: Indices, clients: Clients, width: int) -> NDArray[np.int64]:

@@ -94,14 +94,14 @@ def default_partition(dataset: str) -> Partition:
 
 
 @dataclass(frozen=True)
-class Hands:
+class Holdings:
     """What each client holds, one after another in one array: a million clients are not a million objects."""
 
     indices: Indices
     offsets: Indices  # client i holds indices[offsets[i] : offsets[i + 1]]
 
     @classmethod
-    def cut(cls, indices: Indices, sizes: Indices) -> "Hands":
+    def cut(cls, indices: Indices, sizes: Indices) -> "Holdings":
         return cls(indices, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
     def __len__(self) -> int:
@@ -116,35 +116,35 @@ class Hands:
     def sizes(self) -> Indices:
         return np.diff(self.offsets)
 
-    def first(self, counts: Indices) -> "Hands":
+    def first(self, counts: Indices) -> "Holdings":
         """Each client's first so many samples."""
         return self._taken(self.offsets[:-1], counts)
 
-    def chosen(self, clients: Indices) -> "Hands":
-        """The hands of these clients, in this order."""
+    def chosen(self, clients: Indices) -> "Holdings":
+        """The holdings of these clients, in this order."""
         return self._taken(self.offsets[:-1][clients], self.sizes()[clients])
 
-    def joined(self, number: int) -> "Hands":
-        """Each `number` hands in a row as one client's."""
-        return Hands(self.indices, self.offsets[::number])
+    def joined(self, number: int) -> "Holdings":
+        """Each `number` holdings in a row as one client's."""
+        return Holdings(self.indices, self.offsets[::number])
 
-    def shuffled(self, rng: np.random.Generator) -> "Hands":
+    def shuffled(self, rng: np.random.Generator) -> "Holdings":
         """Each client's samples in a random order."""
         indices = self.indices.copy()
         for start, end in pairwise(self.offsets.tolist()):
             rng.shuffle(indices[start:end])
-        return Hands(indices, self.offsets)
+        return Holdings(indices, self.offsets)
 
-    def _taken(self, starts: Indices, sizes: Indices) -> "Hands":
-        taken = Hands.cut(self.indices, sizes)
+    def _taken(self, starts: Indices, sizes: Indices) -> "Holdings":
+        taken = Holdings.cut(self.indices, sizes)
         places = np.repeat(starts - taken.offsets[:-1], sizes)
         places += np.arange(taken.offsets[-1])
-        return Hands(self.indices[places], taken.offsets)
+        return Holdings(self.indices[places], taken.offsets)
 
 
 def pathological(
     labels: Indices, clients: int, labels_per_client: int, distinct: bool, rng: np.random.Generator
-) -> Hands:
+) -> Holdings:
     """Each class cut into shards of equal size, `labels_per_client` shards a client; distinct: of different classes."""
     classes = np.unique(labels)
     if distinct and labels_per_client > len(classes):
@@ -166,14 +166,14 @@ def pathological(
     return shards.chosen(chosen).joined(labels_per_client)
 
 
-def superclass(groups: Indices, clients: int, rng: np.random.Generator) -> Hands:
+def superclass(groups: Indices, clients: int, rng: np.random.Generator) -> Holdings:
     """Each group's samples shuffled and cut into pieces of equal size, one piece a client."""
     values = np.unique(groups)
     counts = _even_counts(clients, len(values), "superclasses", rng)
     return _shards([np.flatnonzero(groups == value) for value in values], counts, rng)
 
 
-def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.random.Generator) -> Hands:
+def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.random.Generator) -> Holdings:
     """One client a writer, drawn at random from the writers with enough samples."""
     writers, sizes = np.unique(groups, return_counts=True)
     eligible = np.flatnonzero(sizes >= minimum_samples)
@@ -182,11 +182,11 @@ def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.rando
             f"{clients} writers with at least {minimum_samples} samples are wanted, and there are {len(eligible)} "
             f"(of {len(writers)}); lower clients or minimum_samples, or get more writers"
         )
-    held = Hands.cut(np.argsort(groups, kind="stable"), sizes)
+    held = Holdings.cut(np.argsort(groups, kind="stable"), sizes)
     return held.chosen(rng.choice(eligible, clients, replace=False))
 
 
-def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Hands:
+def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Holdings:
     """Each class dealt out to all clients in proportions drawn from Dirichlet(alpha); clients may end up with none."""
     dealt, sizes = [], []
     for label in np.unique(labels):
@@ -195,25 +195,25 @@ def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Genera
         cuts = np.rint(np.cumsum(proportions)[:-1] * len(dealt[-1])).astype(np.int64)
         sizes.append(np.diff(cuts, prepend=0, append=len(dealt[-1])))
     if not dealt:
-        return Hands.cut(np.empty(0, np.int64), np.zeros(clients, np.int64))
-    pieces = Hands.cut(np.concatenate(dealt), np.concatenate(sizes))
+        return Holdings.cut(np.empty(0, np.int64), np.zeros(clients, np.int64))
+    pieces = Holdings.cut(np.concatenate(dealt), np.concatenate(sizes))
     by_client = np.arange(len(pieces)).reshape(len(dealt), clients).T
     return pieces.chosen(by_client.ravel()).joined(len(dealt))
 
 
-def iid(n: int, clients: int, rng: np.random.Generator) -> Hands:
+def iid(n: int, clients: int, rng: np.random.Generator) -> Holdings:
     """All samples shuffled and cut into pieces of equal size."""
     return _shards([np.arange(n)], [clients], rng)
 
 
-def _shards(groups: Sequence[Indices], counts: Sequence[int] | Indices, rng: np.random.Generator) -> Hands:
+def _shards(groups: Sequence[Indices], counts: Sequence[int] | Indices, rng: np.random.Generator) -> Holdings:
     """Each group's positions shuffled and cut into so many pieces, the first ones larger by one where it must be."""
     shuffled = [rng.permutation(group) for group in groups]
     sizes = [
         len(group) // count + (np.arange(count) < len(group) % count)
         for group, count in zip(groups, counts, strict=True)
     ]
-    return Hands.cut(np.concatenate(shuffled), np.concatenate(sizes))
+    return Holdings.cut(np.concatenate(shuffled), np.concatenate(sizes))
 
 
 def _even_counts(total: int, parts: int, what: str, rng: np.random.Generator) -> Indices:
@@ -232,8 +232,8 @@ def _distinct_hands(counts: Indices, clients: int, size: int, rng: np.random.Gen
     more shards left than there are clients to come, and the classes at that limit, at most `size`, are always taken.
     """
     left = counts.copy()
-    hands = np.empty((clients, size), np.int64)
-    for hand in hands:
-        hand[:] = np.lexsort((rng.random(len(left)), -left))[:size]
-        left[hand] -= 1
-    return hands
+    holdings = np.empty((clients, size), np.int64)
+    for holding in holdings:
+        holding[:] = np.lexsort((rng.random(len(left)), -left))[:size]
+        left[holding] -= 1
+    return holdings

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upfl.contract import CrossFitted, Fit, Needy, Published, needs_of
+from upfl.contract import CrossFitted, Fit, HasNeeds, Published, needs_of
 from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
@@ -21,7 +21,7 @@ from upfl.state import State, all_aligned
 
 
 def fit_needs(
-    personalizers: Sequence[Needy],
+    personalizers: Sequence[HasNeeds],
     published: Published,
     federation: Federation,
     inputs: Inputs,
@@ -41,7 +41,7 @@ def fit_needs(
 
 def fit_by(
     run: Callable[[str, Fit], tuple[State, int]],
-    personalizers: Sequence[Needy],
+    personalizers: Sequence[HasNeeds],
     published: Published,
     tell: Callable[[str], None],
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
@@ -59,7 +59,7 @@ def fit_by(
     return given, facts
 
 
-def require_data(personalizers: Sequence[Needy], federation: Federation, limit: int | None = None) -> None:
+def require_data(personalizers: Sequence[HasNeeds], federation: Federation, limit: int | None = None) -> None:
     """Refuse personalizers for which something must be fitted on data that no client has."""
     for key, need in needs_of(personalizers).items():
         if not clients_of(need.kind, federation, limit):

@@ -164,7 +164,7 @@ class Engine(Generic[C]):
         }
         if progress.round % self.config.evaluate_every == 0 or progress.round == self.config.rounds:
             metrics |= self._evaluate(observer)
-        return self._told(metrics) | {"round_s": time.perf_counter() - started} | self.cohort.facts()
+        return self._without_withheld(metrics) | {"round_s": time.perf_counter() - started} | self.cohort.facts()
 
     def _commit_memory(self, counted: list[int], round: int) -> None:
         if not self.training.remembers:
@@ -188,7 +188,7 @@ class Engine(Generic[C]):
                 "steps": scores.mean_steps,
                 **by_architecture(self.federation, scores.training, scores.new),
             }
-            rows[row] = self._told(figures)
+            rows[row] = self._without_withheld(figures)
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
             self.folder.save_best(given.published)
@@ -243,7 +243,7 @@ class Engine(Generic[C]):
                 **by_architecture(self.federation, correct["training"], correct["new"]),
                 "clients": clients,
             }
-            rows.append(self._told(figures))
+            rows.append(self._without_withheld(figures))
         return {
             "method": self.config.method,
             "dataset": self.config.dataset,
@@ -257,7 +257,7 @@ class Engine(Generic[C]):
             **self.cohort.summary(),
         }
 
-    def _told(self, figures: dict[str, Any]) -> dict[str, Any]:
+    def _without_withheld(self, figures: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in figures.items() if name not in self.cohort.withheld}
 
 

@@ -71,6 +71,7 @@ class Auto(Personalizer[AutoHyper]):
     name = "auto"
     title = "the most promising personalizer"
     Hyper = AutoHyper
+    takes_settings_of = "early-stopped"
 
     def __init__(self, training: Training[Any], hyper: AutoHyper) -> None:
         super().__init__(training, hyper)

@@ -15,7 +15,7 @@ from upfl.data.partition import Partition
 from upfl.methods import ROWS, row_name, row_title
 from upfl.report.collect import Collected, NewRow, Row, RunData
 from upfl.report.paper import Figure, paper_figure
-from upfl.report.statistics import Interval, Scores, bootstrap, mean_over_seeds, paired, spread
+from upfl.statistics import Interval, Scores, bootstrap, mean_over_seeds, paired, spread
 
 Seeds = tuple[int, int]  # partition seed, training seed
 

@@ -13,7 +13,7 @@ from upfl.methods import ROWS
 from upfl.report.collect import RunData
 from upfl.report.lines import Line, Setting, titles
 from upfl.report.paper import paper_figure
-from upfl.report.statistics import spread
+from upfl.statistics import spread
 
 
 @dataclass(frozen=True)

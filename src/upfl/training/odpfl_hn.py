@@ -53,6 +53,7 @@ class OdpflHn(FedAvg):
     name = "odpfl-hn"
     title = "ODPFL-HN"
     records = True
+    memory_advice = "--set rank=4 makes the hypernetwork about 20 times smaller"
     Hyper = OdpflHnHyper
     hyper: OdpflHnHyper
 

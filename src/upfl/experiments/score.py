@@ -72,7 +72,7 @@ class Scorer:
         oracles: Sequence[str] = (),
         tell: Tell = lambda what: None,
         newcomers: Mapping[str, Any] | None = None,  # fields in which the new clients' partition differs from the run's
-        drawn: Sequence[Newcomers] = (),  # what score_newcomers will be asked for: refused before anything is fitted
+        drawn: Sequence[Newcomers] = (),  # what score_drawn will be asked for: refused before anything is fitted
     ) -> None:
         self.engine = Engine.standing(folder)
         self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.setup.inputs
@@ -127,7 +127,7 @@ class Scorer:
                 scores.append(self._oracle(oracle, clients))
         return scores
 
-    def score_newcomers(self, kind: Newcomers) -> list[Score]:
+    def score_drawn(self, kind: Newcomers) -> list[Score]:
         """On drawn newcomers; the same draws for every personalizer."""
         with one_thread(), torch.no_grad():
             clients = list(self._drawn(kind))
@@ -182,22 +182,6 @@ class Scorer:
             x = self.inputs.x(indices, float(rng.choice(self.federation.new.angles)))
             like = newcomer(self.federation, self.inputs, self.config.seed, i % len(self.federation.new))
             yield replace(like, id=i, x=x), self.inputs.y(indices)
-
-
-def harm(score: Score, reference: Score) -> list[dict[str, float]]:
-    """For each client, how many samples one gets right that the other gets wrong, and McNemar's exact p."""
-    result = []
-    for ours, theirs in zip(score.right, reference.right, strict=True):
-        lost, won = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
-        result.append({"lost": lost, "won": won, "size": len(ours), "p": mcnemar(lost, won)})
-    return result
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """The two-sided exact p of McNemar's test: a fair coin's for so uneven a split."""
-    from scipy.stats import binomtest  # here, because it takes most of a second to import
-
-    return float(binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0
 
 
 def make_oracles(names: Sequence[str], training: Training[Any]) -> list[Oracle]:

@@ -1,4 +1,4 @@
-"""How sure the figures are: a bootstrap over clients.
+"""How sure the figures are: a bootstrap over clients, and a test of one client's loss.
 
 The clients are the sample: with 50 of them, another draw of clients would move an accuracy by a point or two, far more
 than another initialisation does. So clients are drawn anew, with replacement, whole: a client's correct predictions and
@@ -71,3 +71,10 @@ def paired(ours: Sequence[Scores], theirs: Sequence[Scores]) -> tuple[NDArray[np
         for a, b in zip(ours, theirs, strict=True)
     ]
     return mean_over_seeds(both)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """The two-sided exact p of McNemar's test: a fair coin's for so uneven a split."""
+    from scipy.stats import binomtest  # here, because it takes most of a second to import
+
+    return float(binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0
