@@ -1,5 +1,6 @@
 """The documents' code runs, as it stands there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -20,8 +21,30 @@ def test_the_readme_python_code_runs(tmp_path: Path) -> None:
     assert float(after) > float(before)
 
 
+def test_the_contributing_personalizer_passes_the_conformance_suite(tmp_path: Path) -> None:
+    block, _ = code_blocks("CONTRIBUTING.md")
+    (tmp_path / "balanced.py").write_text(block)
+    environment = os.environ | {"UPFL_PLUGINS": "balanced", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "tests/conformance",
+        "-k",
+        "balanced and fed",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 5, "it was checked with every training that it fits"
+
+
 def test_the_contributing_example_trains_with_two_workers(tmp_path: Path) -> None:
-    (block,) = code_blocks("CONTRIBUTING.md")
+    _, block = code_blocks("CONTRIBUTING.md")
     (tmp_path / "my_method.py").write_text(block)
     script = (
         "import my_method, upfl\n"

@@ -18,9 +18,11 @@ through what it stands on either. So for it, clients play with what was fitted w
 a fold are a chain of their own, in which the fold's labels do not occur. For the fit on all clients, each client plays
 with what was fitted without its own fold, as a newcomer would that nobody has seen.
 
-Settled: within a chain a client plays with fits that know its own labels. Fits without each two and three folds would
-avoid that, and were made until they were measured against chains: what newcomers receive of a calibration and a gate
-is the same by construction, and no figure differed by more than chance (CHANGELOG).
+Settled: within the chain without a fold, clients play with fits that know their own labels. Fits without each two and
+three folds would avoid that, with 26 calibrations in place of 6. They change nothing of the calibration and the gate
+that newcomers receive. Measured against chains on MNIST, every figure was the same; on digits, with 140 validation
+samples, newcomers' accuracies were the same under label-shift, and validation accuracies up to four points lower,
+because gates then stood on calibrations of three fifths of the clients.
 """
 
 from __future__ import annotations

@@ -9,5 +9,17 @@
     privacy.py    clipping, noise, and the budget that they cost
     keys.py       certificates and keys for a trial
 
-The Flower app itself, what `flwr run` takes, is the folder `flower/` of the repository.
+The Flower app itself, what `flwr run` takes, is the folder `flower/` of the repository: a configuration table and two
+names. The code is installed with upfl on every machine, so a run has nothing to install.
+
+- The server is the engine, over a cohort of nodes. A node runs the engine's `train_client` over the engine's
+  `LocalClient`, on one thread. Hence the same bits.
+- A node keeps nothing in its process: each message brings the run's terms (configuration, task) and the state. A node
+  with data of its own sees a federation in which every other client is empty. The server of such nodes sees one in
+  which every client holds a blank image, for the form of what clients send.
+- Client memory is kept on the node under the round that made it, and the server's checkpoint says which version counts.
+  So a reply that is lost, late or refused leaves no trace, and a resumed run finds the right version.
+- Replies are folded into the sum as they come. They are not trusted: names, shapes, types, range and norm are checked.
+- Flower's own wrappers for differential privacy clip whole models under one strategy class and count by an optional
+  package; they do not fit sums of changes. So noise is added here (privacy.py).
 """

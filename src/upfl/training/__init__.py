@@ -1,1 +1,1 @@
-"""Training algorithms, one file each, and the contract they share (`base`)."""
+"""Training algorithms, one file each. The contract is `upfl.contract`; `base` has what most have in common."""
