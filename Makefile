@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 EXTRAS := dev,flower,mlflow,onnx,search,tensorboard
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types keys bench bench-peers constraints clean
+.PHONY: help demo test test-bits test-all lint types keys bench bench-peers constraints clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -17,8 +17,12 @@ demo: $(STAMP)   ## train a small federation, let unlabelled newcomers join, sho
 test: $(STAMP)   ## the test suite
 	$(BIN)/pytest -n 2 -m "not full"
 
-test-all: $(STAMP) ## the test suite with the full matrix of methods, workers and kills
+test-bits: $(STAMP) ## the checks of bits once more, as on a processor with another instruction set
+	$(BIN)/python -m tests.other_processor
+
+test-all: $(STAMP) ## the test suite with the full matrix of methods, workers and kills, and bits on plain x86-64
 	$(BIN)/pytest -n 2
+	$(BIN)/python -m tests.other_processor default
 
 lint: $(STAMP)   ## ruff: rules and formatting
 	$(BIN)/ruff check .

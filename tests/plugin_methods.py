@@ -286,7 +286,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
 
 def start_fork_server() -> None:
     """Start the process that others are forked from, once, before a test changes its environment."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["upfl.cli", "sklearn.datasets", PLUGIN])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["upfl.cli", PLUGIN])
     resource_tracker.ensure_running()
     forkserver.ensure_running()
 

@@ -216,7 +216,8 @@ class Command:
         return self.process.wait(120)
 
 
-LONG_ARGUMENTS = arguments("counting", "--rounds", "60", "--evaluate-every", "50", "--set", "iterations=10")
+def long_arguments() -> list[str]:
+    return arguments("counting", "--rounds", "60", "--evaluate-every", "50", "--set", "iterations=10")
 
 
 def long() -> Config:
@@ -270,7 +271,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_can_be_resumed(
 ) -> None:
     """Ctrl-C reaches every process of the terminal's group, SIGTERM usually the first alone."""
     path = tmp_path / "run"
-    command = Command.start(mark, tmp_path, *LONG_ARGUMENTS, "--out", path, "--workers", str(workers), *more)
+    command = Command.start(mark, tmp_path, *long_arguments(), "--out", path, "--workers", str(workers), *more)
     command.wait_for(path, 3)
     (os.killpg if everyone else os.kill)(command.process.pid, number)
     assert command.end() == 130
@@ -284,7 +285,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_can_be_resumed(
 
 def test_ctrl_c_while_workers_start_ends_them(tmp_path: Path, mark: str) -> None:
     path = tmp_path / "run"
-    command = Command.start(mark, tmp_path, *LONG_ARGUMENTS, "--out", path, "--workers", "2")
+    command = Command.start(mark, tmp_path, *long_arguments(), "--out", path, "--workers", "2")
     assert eventually(lambda: bool(command.workers()), 120)
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.end() == 130

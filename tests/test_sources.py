@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 
 from tests.small_data import TEST, TRAIN, md5, write_small
 from upfl.data import Source, load, sources
@@ -64,8 +65,11 @@ def assert_same(first: Source, second: Source) -> None:
 # What is decoded
 
 
-def test_digits_are_embedded_and_in_range() -> None:
-    digits = load("digits", download=False)
+def test_digits_are_scikit_learns_and_in_range() -> None:
+    digits, theirs = load("digits", download=False), load_digits()
+    assert np.array_equal(digits.images[:, 0], theirs.images)
+    assert np.array_equal(digits.labels, theirs.target)
+    assert digits.class_names == tuple(map(str, theirs.target_names))
     assert digits.images.shape == (1797, 1, 8, 8)
     assert digits.images.max() == digits.scale == 16
     assert digits.train_count == len(digits.labels) == 1797

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,18 +126,25 @@ def check(name: str) -> list[FileCheck]:
 
 
 def _digits() -> Source:
-    from sklearn.datasets import load_digits  # here, because it takes a second to import
-
-    digits = load_digits()
-    images = digits.images.astype(np.uint8)[:, None]
-    labels = digits.target.astype(np.int64)
+    # scikit-learn's own file, read without scikit-learn, which would take a second of every process to import.
+    found = find_spec("sklearn")
+    folders = found.submodule_search_locations if found else None
+    if not folders:
+        raise DataError("digits: they come with scikit-learn, which is not installed here; pip install scikit-learn")
+    path = Path(folders[0], "datasets", "data", "digits.csv.gz")
+    try:
+        with gzip.open(path) as file:
+            rows = np.loadtxt(file, np.uint8, delimiter=",")
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{path}: damaged or missing ({error}); install scikit-learn anew") from error
+    images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].astype(np.int64)
     for array in (images, labels):
         array.flags.writeable = False
     return Source(
         name=EMBEDDED,
         images=images,
         labels=labels,
-        class_names=tuple(str(name) for name in digits.target_names),
+        class_names=tuple(map(str, range(10))),
         train_count=len(labels),
         groups=None,
         scale=16.0,
