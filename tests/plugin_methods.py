@@ -355,16 +355,16 @@ def _die_at_operation(run: Path, number: int, torn: bool) -> list[int]:
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "pickle.find_class":
             raise RuntimeError(f"unpickled {arguments}")
-        if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") or not at_rest[0]:
-            return
-        path = arguments[0]
-        if not isinstance(path, str | os.PathLike) or not Path(path).is_relative_to(run):
+        if event != "upfl.folder" or not at_rest[0] or not Path(arguments[1]).is_relative_to(run):
             return
         done[0] += 1
         if done[0] == number:
             at_rest[0] = False
-            if torn and event == "open" and arguments[1] is None and Path(path).is_file():  # opened to be flushed
-                os.truncate(path, Path(path).stat().st_size - 5)
+            operation, path = arguments[0], Path(arguments[1])
+            if torn and operation == "flush":
+                written = path.with_name(path.name + ".part")
+                written = written if written.is_file() else path
+                os.truncate(written, written.stat().st_size - 5)
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)

@@ -14,9 +14,10 @@ from torch import Tensor
 from tests.observers import Watching
 from upfl.config import Config
 from upfl.engine.cohort import LocalCohort
-from upfl.engine.folder import RunFolder, read_state
+from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
+from upfl.safe.tensors import read_file
 from upfl.state import State, select
 
 
@@ -35,7 +36,7 @@ class Outcome:
 
 def outcome(folder: RunFolder) -> Outcome:
     files = sorted(folder.path.rglob("*.safetensors"))
-    tensors = {str(file.relative_to(folder.path)): read_state(file)[0] for file in files}
+    tensors = {str(file.relative_to(folder.path)): read_file(file) for file in files}
     return Outcome(_timeless(folder.metrics()), folder.result(), tensors)
 
 

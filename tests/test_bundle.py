@@ -27,13 +27,13 @@ from safetensors.torch import load_file, save_file
 from tests.plugin_methods import Said, upfl
 from upfl import api
 from upfl.bundle import Bundle, PersonalModel, export, load, write
+from upfl.bundle.manifest import PersonalManifest, TaskSection, TrainingSection
 from upfl.config import configure
 from upfl.contract import Diary, Estimate, Published, Task, Unlabelled
 from upfl.data.files import load_unlabelled
 from upfl.data.inputs import InputFormat
 from upfl.engine.folder import RunFolder
 from upfl.errors import BundleError, ConfigError, DataError
-from upfl.manifest import PersonalManifest, TaskSection, TrainingSection
 from upfl.methods import ROWS, TRAININGS
 from upfl.models import convnet, described, mlp
 from upfl.randomness import generator
@@ -422,7 +422,7 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("task", "input", "std", value=[0.0]), r"std\.0"),
         (put("model", 1, "outputs", value=10**12), "model: has .* parameters, more than"),
         (put("model", 1, "outputs", value=13), "does not take images|tensor"),
-        (put("model", 1, "name", value="fc2"), "does not take images|tensor"),
+        (put("model", 1, "name", value="fc2"), "two have the same name"),
         (put("model", 1, "name", value=None), "belong to layers with parameters"),
         (put("model", 0, "kind", value="pickle"), r"model\.0\.kind"),
         (put("surplus", value=1), "surplus"),
@@ -639,7 +639,7 @@ def test_many_samples_are_predicted_in_parts(tmp_path: Path, monkeypatch: pytest
     bundle, x = small_convnet(tmp_path)
     mine = bundle.personalize(x)
     expected = mine.predict_logits(x)
-    monkeypatch.setattr("upfl.bundle.CHUNK", 7)
+    monkeypatch.setattr("upfl.bundle.model.CHUNK", 7)
     torch.testing.assert_close(mine.predict_logits(x), expected)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from upfl.data.files import Samples, from_array, load_labelled, load_unlabelled
-from upfl.errors import DataError
+from upfl.errors import ConfigError, DataError
 
 GREY, COLOUR = (1, 8, 6), (3, 8, 6)  # not square: swapped sides show
 CLASSES = ("cat", "dog", "emu")
@@ -139,10 +139,10 @@ def test_pickled_arrays_are_never_read(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([Harmful()], object), allow_pickle=True)
     np.savez(tmp_path / "a.npz", x=np.array([Harmful()], object))
     for name in ("a.npy", "a.npz"):
-        with pytest.raises(DataError, match=f"{name}: holds pickled objects"):
+        with pytest.raises(DataError, match=f"{name}: cannot be used: it holds pickled objects"):
             load_unlabelled(tmp_path / name, GREY)
     (tmp_path / "text.npy").write_text("no array")
-    with pytest.raises(DataError, match=r"text\.npy: not a NumPy file \(a pickle is never read\)"):
+    with pytest.raises(DataError, match=r"text\.npy: cannot be used: not a NumPy file"):
         load_unlabelled(tmp_path / "text.npy", GREY)
 
 
@@ -269,10 +269,18 @@ def test_folders_and_files_without_samples_are_named(tmp_path: Path) -> None:
 def test_archives_are_refused_by_what_they_would_unpack_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((1000, 8, 6), np.uint8))
     (tmp_path / "a.gz").write_bytes(gzip.compress(idx_bytes(np.zeros((1000, 8, 6), np.uint8))))
-    monkeypatch.setattr("upfl.data.files.LARGEST", 10_000)
+    monkeypatch.setenv("UPFL_LIMIT_UNPACKED", "40K")
     for name in ("a.npz", "a.gz"):
-        with pytest.raises(DataError, match=name):
+        with pytest.raises(
+            DataError, match=rf"{name}: .* more than 40 KiB; if you trust it, UPFL_LIMIT_UNPACKED=\.\.\."
+        ):
             load_unlabelled(tmp_path / name, GREY)
+    monkeypatch.setenv("UPFL_LIMIT_UNPACKED", "1MiB")
+    for name in ("a.npz", "a.gz"):
+        assert len(load_unlabelled(tmp_path / name, GREY)) == 1000
+    monkeypatch.setenv("UPFL_LIMIT_UNPACKED", "much")
+    with pytest.raises(ConfigError, match="UPFL_LIMIT_UNPACKED is 'much': give a number of bytes"):
+        load_unlabelled(tmp_path / "a.npz", GREY)
 
 
 def test_an_archive_without_x_says_what_it_has(tmp_path: Path) -> None:

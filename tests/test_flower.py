@@ -227,8 +227,8 @@ def test_nodes_with_files_of_their_own_train_what_the_engine_would_on_all_of_the
     [
         ({"client": 3}, "client is 3; a training node is one of 0 to 2"),
         ({"client": 1}, "client 1 is there already"),
-        ({"cleint": 2}, "client"),
-        ({"client": 2, "data": "/nowhere.npz"}, "/nowhere.npz: cannot be read"),
+        ({"cleint": 2}, "its node-config does not fit"),
+        ({"client": 2, "data": "/nowhere.npz"}, "its data cannot be used"),
         ({}, "newcomer"),
     ],
 )
@@ -333,7 +333,7 @@ def test_a_node_whose_code_fails_is_left_out_and_named(tmp_path: Path, monkeypat
     federated(small(clients_per_round=1.0), tmp_path / "run", InProcessGrid(nodes()))
     left_out = [line["left_out"] for line in lines(tmp_path / "run")]
     assert [[entry["client"] for entry in entries] for entries in left_out] == [[], [2], [4], []]
-    assert "told to fail at finish" in left_out[1][0]["reason"]
+    assert left_out[1][0]["reason"] == "its code failed (ValueError); its own log says why"
     assert left_out[2][0]["reason"] == "its loss is not finite"
     assert_memory_counted_once(tmp_path / "run")
 

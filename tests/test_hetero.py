@@ -35,13 +35,13 @@ from upfl.cli.runs import show
 from upfl.config import SIZES, Config, configure
 from upfl.contract import Architecture, Batch, Published, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
-from upfl.engine.folder import read_state
 from upfl.engine.setup import assemble
 from upfl.errors import ConfigError
 from upfl.methods import make_training
 from upfl.models import adaptation_model, mlp
 from upfl.personalize.fedtta import OneStep, OneStepHyper
 from upfl.randomness import generator
+from upfl.safe.tensors import read_file
 from upfl.state import State, prefixed, select
 from upfl.training.fedmd import FedMD, distillation
 from upfl.training.hetero_fedtta import HeteroFedTTA, HeteroFedTTAHyper
@@ -376,7 +376,7 @@ def test_no_training_clients_weights_are_published(run: api.Run) -> None:
     files = sorted(run.path.glob("memory/*/*.safetensors"))
     assert len(files) == 12
     for file in files:
-        weights = torch.cat([value.flatten() for value in read_state(file)[0].values()])
+        weights = torch.cat([value.flatten() for value in read_file(file).values()])
         assert torch.isin(values, weights).float().mean() < 0.01
 
 

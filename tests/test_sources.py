@@ -130,7 +130,7 @@ def test_the_catalog_agrees_with_itself(name: str) -> None:
     specification = CATALOG[name]
     assert len(set(specification.class_names)) == len(specification.class_names)
     assert len(specification.mean) == len(specification.std) == specification.shape[0]
-    assert all(url.startswith(("https://", "http://")) for item in specification.downloads for url in item.urls)
+    assert all(url.startswith("https://") for item in specification.downloads for url in item.urls)
     assert specification.downloads or specification.by_hand
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.shifted import shifted
 from upfl import state
-from upfl.engine.folder import _save_state, read_state
 from upfl.randomness import generator
+from upfl.safe import tensors
+from upfl.safe.folder import Folder
 from upfl.state import ALIGNMENT, SMALL, aligned, move_, norm
 
 SHAPES = {"matrix": (7, 5), "vector": (33,), "scalar": (), "kernel": (4, 3, 5, 5)}
@@ -93,5 +94,6 @@ def test_what_lies_between_boundaries_is_copied_in_its_layout_and_all_else_left_
 
 def test_a_state_from_a_file_is_aligned(tmp_path: Path) -> None:
     sizes = {f"part{i}": torch.ones(size) for i, size in enumerate((1, 3, 10, 33, 1000))}
-    _save_state(tmp_path / "state.safetensors", sizes, {})
-    assert all(value.data_ptr() % ALIGNMENT == 0 for value in read_state(tmp_path / "state.safetensors")[0].values())
+    tensors.save(Folder(tmp_path), "state.safetensors", sizes, {})
+    stored = tensors.read_file(tmp_path / "state.safetensors")
+    assert all(value.data_ptr() % ALIGNMENT == 0 for value in stored.values())

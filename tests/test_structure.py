@@ -13,18 +13,17 @@ ROOT = SOURCE.parents[1]
 
 # From the ground up: each may import what stands above it in this list, and itself.
 ORDER = (
-    *("errors", "suggest", "randomness", "statistics", "state", "last_layer", "models"),
+    *("errors", "suggest", "randomness", "statistics", "state", "safe", "last_layer", "models"),
     *("contract", "training", "personalize", "methods"),
-    *("data", "config", "manifest", "environment", "engine", "api"),
+    *("data", "config", "environment", "engine", "api"),
     *("bundle", "onnx_export", "flower", "experiments", "report", "track", "cli"),
 )
 # What still breaks the order. It may only shrink, and must be empty in the end.
-KNOWN = {("bundle", "report")}
+KNOWN: set[tuple[str, str]] = set()
 
 LONGEST = 400  # lines
 # What is still longer. It may only shrink, and must be empty in the end.
 LONG = {
-    "src/upfl/bundle.py",
     "tests/test_baselines.py",
     "tests/test_bundle.py",
     "tests/test_cli.py",

@@ -23,6 +23,7 @@ from upfl.data import NAMES
 from upfl.data.partition import Partition, default_partition
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, training_class
+from upfl.safe import parse
 from upfl.suggest import unknown
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -133,7 +134,12 @@ class Config(_Strict):
 
     @classmethod
     def from_toml(cls, path: Path) -> Config:
-        config: Config = validated(cls, read_toml(path), str(path))
+        return cls.parsed(_content(path), str(path))
+
+    @classmethod
+    def parsed(cls, content: bytes, where: str) -> Config:
+        """A stored description; `where` names it in errors."""
+        config: Config = validated(cls, _toml(content, where), where)
         return config
 
 
@@ -231,12 +237,23 @@ def participants(asked: float | None, clients: int) -> int:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    return _toml(_content(path), str(path))
+
+
+def _content(path: Path) -> bytes:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: not a file")
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+
+
+def _toml(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        return parse.read_toml(content)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not a TOML file: {error}") from error
 
 
 @cache

@@ -111,6 +111,8 @@ PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
 }
 
 
+CORRECTIONS = 4  # that can stand on each other, as in `tent+label-shift`
+
 _plugins: dict[str, None] = {}  # modules that registered something, for worker processes to import
 
 
@@ -184,6 +186,8 @@ def make_training(name: str, task: Task, hyper: Any) -> Training[Any]:
 
 def personalizer_class(name: str) -> type[Personalizer[Any]]:
     """A personalizer by its name, or by `BASE+CORRECTION` a correction of another one's predictions."""
+    if name.count("+") > CORRECTIONS:
+        raise ConfigError(f"'{name[:80]}...': at most {CORRECTIONS} corrections can stand on each other")
     base, plus, last = name.rpartition("+")
     if plus and not (base and last):
         raise ConfigError(f"'{name}': write a personalizer's name, or BASE+CORRECTION such as tent+label-shift")

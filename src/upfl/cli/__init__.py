@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from upfl import __version__
 from upfl.cli import bundle, data, demo, experiments, methods, report, runs, scores, search
+from upfl.cli.console import Console, echo
 from upfl.engine.allocator import keep_freed_memory
 from upfl.errors import DataError, RunError, UpflError
 from upfl.methods import load_named_plugins
@@ -56,7 +57,7 @@ def options(
 
 def _version(on: bool) -> None:
     if on:
-        typer.echo(f"upfl {__version__}")
+        echo(f"upfl {__version__}")
         raise typer.Exit
 
 
@@ -70,13 +71,19 @@ def main() -> None:
         load_named_plugins()
         app()
     except UpflError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {_plain(str(error))}")
+        _say(str(error))
         sys.exit(3 if isinstance(error, DataError) else 4 if isinstance(error, RunError) else 2)
+    except OSError as error:  # the system refused something: a full disk, a folder without permission
+        _say(f"{error.filename or 'the system'}: {error.strerror or error}")
+        sys.exit(4)
+    except MemoryError:
+        _say("there is not enough memory for this")
+        sys.exit(4)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {escape(text)}")
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -12,17 +12,18 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from upfl import api, bundle
+from upfl.bundle.manifest import TaskSection
+from upfl.cli.console import Console, echo
 from upfl.cli.runs import AsJson
 from upfl.config import listed
 from upfl.contract import Estimate
 from upfl.data.files import Samples, load_unlabelled
 from upfl.errors import DataError
-from upfl.manifest import TaskSection
+from upfl.safe.text import csv_cell
 
 FEW = 20  # samples below which a warning is in place
 SHOWN = 12  # classes in a table
@@ -96,7 +97,7 @@ def personalize(
     _write(out / "summary.html", page(mine, samples))
     warnings = _warnings(samples, federation)
     if as_json:
-        typer.echo(json.dumps(_found(mine, samples, warnings, out), indent=2))
+        echo(json.dumps(_found(mine, samples, warnings, out), indent=2))
         return
     console = Console()
     for warning in warnings:
@@ -131,11 +132,11 @@ def predict(
         _write(out, _csv(samples, mine.classes_, probabilities))
     if as_json:
         rows = zip(samples.names, _best(mine.classes_, probabilities), strict=True)
-        typer.echo(json.dumps([{"sample": name, "class": c, "probability": p} for name, (c, p) in rows], indent=1))
+        echo(json.dumps([{"sample": name, "class": c, "probability": p} for name, (c, p) in rows], indent=1))
     elif out is None:
-        typer.echo(_csv(samples, mine.classes_, probabilities), nl=False)
+        echo(_csv(samples, mine.classes_, probabilities), nl=False)
     else:
-        typer.echo(f"{out}: {len(samples)} predictions")
+        echo(f"{out}: {len(samples)} predictions")
 
 
 def export_onnx(
@@ -152,7 +153,7 @@ def export_onnx(
     from upfl.onnx_export import export as export_to  # here, because it is an extra and slow to import
 
     difference = export_to(bundle.PersonalModel.load(path), out)
-    typer.echo(f"{out}: ONNX Runtime agrees to {difference:.1g} in probability")
+    echo(f"{out}: ONNX Runtime agrees to {difference:.1g} in probability")
 
 
 def _read(data: Path, task: TaskSection) -> Samples:
@@ -179,7 +180,7 @@ def _csv(samples: Samples, classes: NDArray[np.str_], probabilities: NDArray[np.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["sample", "class", "probability"])
     for name, (best, probability) in zip(samples.names, _best(classes, probabilities), strict=True):
-        writer.writerow([name, best, f"{probability:.4f}"])
+        writer.writerow([csv_cell(name), csv_cell(best), f"{probability:.4f}"])
     return text.getvalue()
 
 

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from upfl.cli.console import Console, echo
 from upfl.config import toml_value
 from upfl.data import Clients, Federation, Partition, build_federation, class_counts, default_partition, load
 from upfl.data.catalog import CATALOG
@@ -33,7 +34,7 @@ def list_command(as_json: AsJson = False) -> None:
     """
     rows = [_description(name) for name in NAMES]
     if as_json:
-        return typer.echo(json.dumps(rows, indent=2))
+        return echo(json.dumps(rows, indent=2))
     table = Table("data set", "images", "classes", "clients", title="Data sets", title_justify="left")
     table.add_column("where", overflow="fold")
     for row in rows:
@@ -75,7 +76,7 @@ def check_command(
     results = [(name, item) for name in chosen for item in check(name)]
     if as_json:
         rows = [{"name": name, "path": str(item.path), "problem": item.problem} for name, item in results]
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
     else:
         console = Console()
         for name in chosen:
@@ -112,7 +113,7 @@ def show_command(
 
         draw(federation, partition, output)
     if as_json:
-        return typer.echo(json.dumps(_summary(federation, partition, partition_seed)))
+        return echo(json.dumps(_summary(federation, partition, partition_seed)))
     console = Console()
     console.print(_terminal_picture(federation, partition, partition_seed))
     if output is not None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from upfl import api
+from upfl.cli.console import Console
 from upfl.cli.runs import Workers, spread, watched
 from upfl.config import configure
 from upfl.errors import RunError

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from upfl import api
+from upfl.cli.console import Console, echo
 from upfl.cli.progress import ProgressBar
 from upfl.cli.runs import Track, Workers, lean_table, numbers, participation, show_runs
 from upfl.config import PROFILES, listed
@@ -110,7 +110,7 @@ def experiment(
             if outcome.state == "failed":
                 console.print(f"[red]failed:[/red] {escape(outcome.job.name)}: {escape(outcome.error)}", soft_wrap=True)
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on", err=True)
+        echo("stopped; the same command goes on", err=True)
         raise typer.Exit(130) from None
     done = [api.Run(folder / outcome.job.name) for outcome in outcomes if outcome.state in ("done", "was done")]
     if done:

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
-from rich.console import Console
 from rich.table import Table
 
+from upfl.cli.console import Console, echo
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, Method
 
 
@@ -31,7 +31,7 @@ def methods(
             }
             for row in ROWS
         ]
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
         return
     console = Console()
     table = Table("row", "training", "personalizer", "what it does", title="Methods", title_justify="left")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from upfl.cli.console import Console
 from upfl.engine.rounds import Engine
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from upfl.cli.console import Console, echo
 
 
 def report(
@@ -42,4 +43,4 @@ def report(
         f"{len(made.collected.runs)} runs, {lines} rows, {len(made.tables)} tables, {len(made.figures)} figures",
         soft_wrap=True,
     )
-    typer.echo(out / "index.html")
+    echo(out / "index.html")

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from upfl import api
+from upfl.cli.console import Console, echo
 from upfl.cli.progress import ProgressBar
 from upfl.config import PROFILES, Config, configure, listed, rounds_needed
 from upfl.engine.folder import RunFolder
@@ -24,6 +24,7 @@ from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Observer
 from upfl.errors import ConfigError, RunError, StoppedError, UpflError
 from upfl.methods import ROWS, row_title, training_class
+from upfl.safe.text import markdown
 from upfl.track import TRACKERS, Several, tracker
 
 Workers = Annotated[
@@ -99,13 +100,20 @@ def resume(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     workers: Workers = None,
     track: Track = None,
+    from_previous: Annotated[
+        bool, typer.Option("--from-previous", help="From the checkpoint before the last one, if that is damaged.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint, to the same bits as if it had not been.
 
     Example: upfl resume runs/digits-fedtta-paper-s0
     """
-    config = RunFolder.open(run).config()
+    folder = RunFolder.open(run)
+    config = folder.config()
+    if from_previous:
+        with folder.lock():
+            folder.go_back()
     with watched(run, f"{config.method}, {config.dataset}", as_json, listed(track)) as observer:
         resumed = api.resume(run, workers=workers, observer=observer)
     _finish([resumed], as_json)
@@ -129,7 +137,7 @@ def show(
         except UpflError as error:
             problems.append(str(error))
     if markdown:
-        typer.echo(markdown_table(readable))
+        echo(markdown_table(readable))
     elif readable or as_json:
         show_runs(readable, as_json)
     for problem in problems:
@@ -170,7 +178,7 @@ def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> I
                 yield Several([bar, *trackers])
     except KeyboardInterrupt:
         if not follows:
-            typer.echo(f"stopped; go on with upfl resume {path}", err=True)
+            echo(f"stopped; go on with upfl resume {path}", err=True)
         raise typer.Exit(130) from None
     except StoppedError as error:
         raise StoppedError(f"{error}\nThe run can be resumed: upfl resume {path}") from error
@@ -179,7 +187,7 @@ def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> I
 def show_runs(runs: list[api.Run], as_json: bool) -> None:
     if as_json:
         results = [{"run": str(run.path), **run.result, "warnings": warnings([run])} for run in runs]
-        typer.echo(json.dumps(results, indent=2))
+        echo(json.dumps(results, indent=2))
         return
     table = lean_table("Accuracy on unlabelled new clients, percent")
     table.add_column("run, row", overflow="fold")
@@ -190,7 +198,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         table.add_row(f"[bold]{escape(run.path.name)}[/bold]", f"{result['rounds']} rounds")
         for row in result["rows"]:
             table.add_row(
-                f"  {row_title(row['row'])}",
+                f"  {escape(row_title(row['row']))}",
                 score(row, "validation"),
                 score(row, "test_before"),
                 f"[bold]{score(row, 'test')}[/bold]",
@@ -201,7 +209,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
                 validation, before, after = (_percent(scores[key]) for key in ("validation", "test_before", "test"))
                 known = scores["test"] is not None
                 gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else "-"
-                table.add_row(f"    {label}", validation, before, after, gain, clients, style="dim")
+                table.add_row(f"    {escape(label)}", validation, before, after, gain, clients, style="dim")
     console = Console()
     console.print(table)
     for run in runs:
@@ -231,11 +239,11 @@ def markdown_table(runs: list[api.Run]) -> str:
         facts = [result["rounds"], result["seed"], result["partition_seed"]]
         for row in result["rows"]:
             scores = [score(row, key) for key in ("validation", "test_before", "test", "test_last", "test_best")]
-            cells = [run.path.name, row_title(row["row"]), *facts, *scores, spread(row)]
+            cells = [markdown(run.path.name), markdown(row_title(row["row"])), *facts, *scores, spread(row)]
             lines.append(f"| {' | '.join(map(str, cells))} |")
             for label, part, clients in by_architecture(row):
                 scores = [_percent(part[key]) for key in ("validation", "test_before", "test")]
-                cells = [run.path.name, f"- {label}", *facts, *scores, "", "", clients]
+                cells = [markdown(run.path.name), f"- {markdown(label)}", *facts, *scores, "", "", clients]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
 
@@ -275,7 +283,7 @@ def _finish(runs: list[api.Run], as_json: bool) -> None:
     show_runs(runs, as_json)
     if not as_json:
         for run in runs:
-            typer.echo(f"run folder: {run.path}")
+            echo(f"run folder: {run.path}")
 
 
 def numbers(option: str, text: str | None, least: int = 0) -> list[int]:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from upfl.cli.console import Console, echo
 from upfl.cli.runs import AsJson, lean_table, numbers
 from upfl.config import listed, toml_value
 from upfl.engine.folder import RunFolder
@@ -99,7 +99,7 @@ def score(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        echo(json.dumps(found, indent=1))
         return
     _show(found)
 

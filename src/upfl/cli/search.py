@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from upfl.cli.console import Console, echo
 from upfl.cli.runs import participation
 from upfl.config import PROFILES
 from upfl.errors import ConfigError, RunError
@@ -77,7 +77,7 @@ def search(
                 console.print(f"trial {trial.number}: {escape(values)}: {said}", soft_wrap=True)
                 status.update(f"searching, {len(tried)} tried")
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on", err=True)
+        echo("stopped; the same command goes on", err=True)
         raise typer.Exit(130) from None
     best = made.folder / "best.toml"
     if not best.exists():

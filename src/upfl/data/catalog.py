@@ -55,10 +55,7 @@ _MNIST_MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
 
-_FASHION_MIRRORS = (
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
-)
+_FASHION_MIRRORS = ("https://storage.googleapis.com/tensorflow/tf-keras-datasets/",)
 
 _CIFAR100_CLASSES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle

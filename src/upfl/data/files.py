@@ -12,7 +12,7 @@ Every image must have the model's size: nothing is resized. Grey images serve a 
 colours are refused by a model of greys, unless red, green and blue are equal. A file that is no image is left out and
 named; an image that is damaged or does not fit is an error. Names that begin with a dot do not count, links to files
 are followed, links to folders are not. What is read is bounded: the size in an image's header is checked before its
-pixels are decoded, and no array may be larger than `LARGEST`.
+pixels are decoded, an array's in its own before it is read or unpacked (`upfl.safe.limits`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import gzip
 import os
 import stat
 import warnings
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,16 @@ from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 from rich.progress import track
 
-from upfl.data.formats import Shape, idx
-from upfl.errors import DataError
+from upfl.data.arrays import arrays_in
+from upfl.data.formats import IDX_HEADER, Shape, idx, idx_size
+from upfl.errors import DataError, RunError
+from upfl.safe.folder import expanded
+from upfl.safe.limits import exceeded, limit
 from upfl.suggest import unknown
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"}
-LARGEST = 2**32  # bytes of one array
+PART = 2**22  # values that are looked at together
 IDX_IMAGES, IDX_LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 
 
@@ -49,7 +52,7 @@ class Samples:
 
     images: NDArray[Any]  # [n, channels, height, width]: bytes, or floats in [0, 1]
     scale: float  # the value of full intensity
-    names: tuple[str, ...]  # of each sample: its file, relative to the folder, or its number
+    names: Sequence[str]  # of each sample: its file, relative to the folder, or its number
     labels: NDArray[np.int64] | None = None
     skipped: tuple[str, ...] = ()  # files that are no images
 
@@ -66,11 +69,11 @@ def load_unlabelled(path: str | Path, shape: Shape, scale: float = 255.0) -> Sam
             return _load_idx(found, shape, scale)
         return _load_images(path, images, shape)
     if path.suffix in (".npy", ".npz"):
-        arrays = _arrays(path)
+        arrays = arrays_in(path)
         name = "x" if "x" in arrays else next(iter(arrays), None) if len(arrays) == 1 else None
         if name is None:
             raise DataError(f"{path}: has the arrays {', '.join(sorted(arrays)) or '(none)'}; name the images `x`")
-        return from_array(arrays[name], shape, scale, str(path))
+        return from_array(arrays[name](), shape, scale, str(path))
     if _is_idx(path):
         return _load_idx(path, shape, scale)
     return _load_images(path, [path], shape)
@@ -94,10 +97,10 @@ def load_labelled(path: str | Path, shape: Shape, class_names: Sequence[str], sc
             labels.append(numbers[folder])
         return replace(samples, labels=np.array(labels, np.int64))
     if path.suffix == ".npz":
-        arrays = _arrays(path)
+        arrays = arrays_in(path)
         if missing := {"x", "y"} - arrays.keys():
             raise DataError(f"{path}: there is no array {' and no array '.join(sorted(missing))}")
-        samples, labels_file, given = from_array(arrays["x"], shape, scale, str(path)), path, arrays["y"]
+        samples, labels_file, given = from_array(arrays["x"](), shape, scale, str(path)), path, arrays["y"]()
     elif path.suffix != ".npy" and _is_idx(path):
         samples, labels_file = _load_idx(path, shape, scale), _beside(path)
         given = _idx_columns(labels_file, shape).get("labels", np.empty(0, np.uint8))
@@ -132,13 +135,38 @@ def from_array(array: ArrayLike, shape: Shape, scale: float = 255.0, where: str 
         kind = f"floats from 0 to 1, or integers from 0 to {scale:g} (of an integer type: x.astype('uint8'))"
     else:
         raise DataError(f"{where}: values of type {values.dtype}; give integers from 0 to {scale:g}, or floats to 1")
-    # Written so that NaN is wrong, too.
-    if wrong := np.flatnonzero(~((images >= 0) & (images <= largest)).all(axis=(1, 2, 3))).tolist():
+    if wrong := _outside(images, largest):
         sample = images[wrong[0]]
         found = "a value that is not a number" if np.isnan(sample).any() else f"[{sample.min():g}, {sample.max():g}]"
         raise DataError(f"{where}: sample {wrong[0]} has {found}, and {len(wrong)} do not fit: give {kind}")
-    names = tuple(str(number) for number in range(len(images)))
-    return Samples(np.array(images, dtype, order="C"), largest, names)
+    return Samples(np.array(images, dtype, order="C"), largest, Numbers(len(images)))
+
+
+def _outside(images: NDArray[Any], largest: float) -> list[int]:
+    """The samples with values that are not from 0 to `largest`, or not numbers; a part of them at a time."""
+    step, wrong = max(1, PART // max(1, images[0].size)), list[int]()
+    for start in range(0, len(images), step):
+        part = images[start : start + step]
+        wrong += (start + np.flatnonzero(~((part >= 0) & (part <= largest)).all(axis=(1, 2, 3)))).tolist()
+    return wrong
+
+
+class Numbers(Sequence[str]):
+    """The names of samples that have none: their numbers, which take no memory."""
+
+    def __init__(self, count: int) -> None:
+        self.numbers = range(count)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return str(self.numbers[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(other) == len(self) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _shapes_in_words(shape: Shape) -> str:
@@ -148,9 +176,11 @@ def _shapes_in_words(shape: Shape) -> str:
 
 
 def _existing(path: str | Path) -> Path:
-    path = Path(path).expanduser()
     try:
+        path = expanded(path)
         mode = path.stat().st_mode
+    except RunError as error:
+        raise DataError(str(error)) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
@@ -263,31 +293,6 @@ def _unlike(path: Path, size: tuple[int, int], shape: Shape) -> DataError:
 # Arrays
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npy (as `x`) or an .npz file."""
-    try:
-        if path.suffix == ".npy":
-            # Mapped, so that a header which announces more than there is has nothing allocated for it.
-            return {"x": np.load(path, mmap_mode="r", allow_pickle=False)}
-        with zipfile.ZipFile(path) as archive:
-            if (size := sum(member.file_size for member in archive.infolist())) > LARGEST:
-                raise DataError(f"{path}: holds {size / 2**30:.1f} GiB; give it in parts of at most {LARGEST >> 30}")
-        with np.load(path, allow_pickle=False) as stored:
-            return {name: np.asarray(stored[name]) for name in stored.files}
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # NumPy's reader fails in many ways on damaged bytes
-        if any(words in str(error) for words in ("Object arrays", "Python objects")):
-            reason = "holds pickled objects, which are never read"
-        elif "pickle" in str(error):  # what NumPy says of any bytes that it does not know
-            reason = "not a NumPy file (a pickle is never read)"
-        else:
-            reason = f"not a NumPy file, or damaged ({error})"
-        raise DataError(f"{path}: {reason}") from error
-
-
 def _checked_labels(labels: NDArray[Any], count: int, classes: int, path: Path) -> NDArray[np.int64]:
     if labels.shape != (count,) or labels.dtype.kind not in "iu":
         raise DataError(
@@ -334,11 +339,15 @@ def _load_idx(path: Path, shape: Shape, scale: float) -> Samples:
 
 
 def _idx_columns(path: Path, shape: Shape) -> dict[str, NDArray[Any]]:
+    """A file's columns. Its header says how much follows: so much, and one byte more, is read at most."""
+    kind = "UNPACKED" if path.suffix == ".gz" else "FILE"
     try:
         with _opened(path) as stream:
-            content = stream.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ValueError(f"it holds more than {LARGEST >> 30} GiB")
+            start = stream.read(IDX_HEADER)
+            size = idx_size(start)
+            if size > limit(kind):
+                raise ValueError(exceeded(kind, size))
+            content = start + stream.read(size + 1 - len(start))
         return idx(content, (1, *shape[1:]))
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path}: cannot be used: {error}") from error

@@ -10,17 +10,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from upfl.safe.parse import check_depth
+
 Shape = tuple[int, int, int]  # channels, height, width
 Columns = dict[str, NDArray[Any]]  # "images" [n, *shape], "labels" [n], "groups" [n]; a file may hold only some of them
 
 
+IDX_HEADER = 16  # bytes, at most
+
+
+def idx_size(content: bytes) -> int:
+    """How long a file with this beginning is, by its header."""
+    sizes = _idx_sizes(content)
+    return 4 * (1 + len(sizes)) + math.prod(sizes)
+
+
+def _idx_sizes(content: bytes) -> tuple[int, ...]:
+    dimensions = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
+    if dimensions not in (1, 3) or len(content) < 4 * (1 + dimensions):
+        raise ValueError("it has no idx header for bytes in one dimension (labels) or three (images)")
+    return tuple(int(size) for size in np.frombuffer(content, ">u4", offset=4, count=dimensions))
+
+
 def idx(content: bytes, shape: Shape) -> Columns:
     """MNIST's format: a big-endian header (two zeros, type 8, the number of dimensions, the dimensions), then bytes."""
-    dimensions = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
-    header = 4 * (1 + dimensions)
-    if dimensions not in (1, 3) or len(content) < header:
-        raise ValueError("it has no idx header for bytes in one dimension (labels) or three (images)")
-    sizes = tuple(int(size) for size in np.frombuffer(content, ">u4", offset=4, count=dimensions))
+    sizes = _idx_sizes(content)
+    dimensions, header = len(sizes), 4 * (1 + len(sizes))
     if math.prod(sizes) != len(content) - header:
         raise ValueError(f"its header announces {sizes} bytes, but {len(content) - header} follow")
     values = np.frombuffer(content, np.uint8, offset=header)
@@ -46,9 +61,8 @@ def cifar100(content: bytes, shape: Shape) -> Columns:
 def leaf(content: bytes, shape: Shape) -> Columns:
     """LEAF's JSON: `users`, `num_samples`, `user_data[user]` with `x` (values in [0, 1]) and `y`. Groups are users."""
     try:
+        check_depth(content)
         document = json.loads(content, parse_constant=_no_constant)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply to be LEAF's JSON") from error
     except ValueError as error:  # of the JSON and of its encoding alike
         raise ValueError(f"it is not valid JSON ({error})") from error
     match document:

@@ -24,6 +24,7 @@ from upfl.data.catalog import CATALOG, File, Specification
 from upfl.data.download import download as download_files
 from upfl.data.formats import Columns
 from upfl.errors import DataError
+from upfl.safe import limits
 from upfl.suggest import unknown
 
 EMBEDDED = "digits"
@@ -236,9 +237,14 @@ def _decode(name: str, specification: Specification, file: File | None, path: Pa
 
 
 def _content(path: Path, limit: int) -> bytes:
-    # The limit keeps a small compressed file from growing without bound.
+    """A file's content, as far as it may go: what a small compressed file yields is bounded, too."""
+    kind = "UNPACKED" if path.suffix == ".gz" else "FILE"
+    most = limit if limit >= 0 else limits.limit(kind) + 1
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-        return stream.read(limit)
+        content = stream.read(most)
+    if limit < 0 and len(content) == most:
+        raise ValueError(limits.exceeded(kind))
+    return content
 
 
 def _assemble(specification: Specification, folder: Path, parts: list[Columns]) -> Columns:

@@ -76,7 +76,7 @@ class Engine(Generic[C]):
     def standing(cls, folder: RunFolder) -> Engine[LocalCohort]:
         """A run as its last checkpoint has it, to look at: nothing is changed or removed."""
         engine = cls.local(folder)
-        found = folder.load(engine.setup.device)
+        found = folder.load(engine.setup.device, engine.setup.training)
         if found is None:
             raise RunError(f"{folder.path}: there is no checkpoint yet; `upfl resume {folder.path}` goes on")
         engine._go_on_from(found)
@@ -107,7 +107,7 @@ class Engine(Generic[C]):
 
     def _start(self) -> None:
         device = self.setup.device
-        found = self.folder.load(device)
+        found = self.folder.load(device, self.setup.training)
         self.group.barrier()
         if self.group.leads:
             self.folder.roll_back(found)
@@ -216,7 +216,7 @@ class Engine(Generic[C]):
         if progress.round % self.config.checkpoint_every == 0 or progress.round == self.config.rounds:
             self.folder.save(progress)
             self._saved = progress.round
-            self.folder.remove_memory(self._superseded)
+            self.folder.supersede_memory(self._superseded)
             self._superseded.clear()
             self.cohort.saved()
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from upfl.api import Run, accuracy
 from upfl.contract import Personalizer, Published, Unlabelled
-from upfl.engine.folder import write_file
 from upfl.engine.rounds import one_thread
 from upfl.errors import ConfigError
 from upfl.methods import row_name
 from upfl.personalize.adaptation import entropy
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.tent import Tent
+from upfl.safe.folder import write_file
 
 FILE = "diary.json"
 

@@ -17,9 +17,9 @@ import torch
 from upfl.api import Run
 from upfl.data.federation import with_newcomers
 from upfl.engine.evaluate import score_newcomer
-from upfl.engine.folder import write_file
 from upfl.engine.rounds import one_thread
 from upfl.methods import row_name
+from upfl.safe.folder import write_file
 
 
 def newcomers_file(run: Path, changes: Mapping[str, Any]) -> Path:

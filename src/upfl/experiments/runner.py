@@ -25,7 +25,7 @@ import tomli_w
 
 from upfl import api
 from upfl.config import Config, read_toml
-from upfl.engine.folder import RunFolder, write_file
+from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Observer
 from upfl.errors import RunError, UpflError
 from upfl.experiments.definitions import Experiment
@@ -33,6 +33,7 @@ from upfl.experiments.diary import FILE as DIARY
 from upfl.experiments.diary import write_diary
 from upfl.experiments.newcomers import newcomers_file, score_on_newcomers
 from upfl.experiments.plan import Job
+from upfl.safe.folder import write_file
 
 Watch = Callable[[Job], AbstractContextManager[Observer]]
 

@@ -28,10 +28,11 @@ import tomli_w
 import torch
 
 from upfl.config import Config, configure, read_toml
-from upfl.engine.folder import RunFolder, write_file
+from upfl.engine.folder import RunFolder
 from upfl.errors import ConfigError, RunError, UpflError
 from upfl.methods import personalizer_class, plugins, resolve, row_name, training_class
 from upfl.randomness import generator, seed_of
+from upfl.safe.folder import write_file
 from upfl.suggest import unknown
 
 if TYPE_CHECKING:

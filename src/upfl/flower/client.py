@@ -9,6 +9,7 @@ refused leaves no trace, and a resumed run finds the memory that its checkpoint 
 from __future__ import annotations
 
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from logging import ERROR
@@ -21,6 +22,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
 from upfl.bundle import Bundle, Images, PersonalModel
+from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.config import Config
 from upfl.contract import needs_of
 from upfl.engine.clients import LocalClient, validation_client
@@ -34,7 +36,6 @@ from upfl.errors import ConfigError, RunError, UpflError
 from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
 from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node, Terms, node_federation
-from upfl.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.methods import load_named_plugins
 from upfl.state import State, all_aligned, select, to_device
 
@@ -44,7 +45,7 @@ app = ClientApp()
 
 
 def answering(handler: Handler) -> Callable[[Message, Context], Message]:
-    """One thread, no gradients; an error that the owner can act on goes into the node's log and back as a reason."""
+    """One thread, no gradients; what went wrong goes into the node's log, and back what others may know of it."""
 
     def answer(message: Message, context: Context) -> Message:
         try:
@@ -53,7 +54,10 @@ def answering(handler: Handler) -> Callable[[Message, Context], Message]:
                 content = handler(message, context)
         except UpflError as error:
             log(ERROR, "%s", error)
-            content = refusal(str(error))
+            content = refusal(error.reason)
+        except Exception as error:  # Flower would send its text, which may name files and data
+            log(ERROR, "%s", traceback.format_exc())
+            content = refusal(f"its code failed ({type(error).__name__}); its own log says why")
         return Message(content, reply_to=message)
 
     return answer
@@ -131,7 +135,7 @@ def personalize(message: Message, context: Context) -> RecordDict:
             mine.save(node.out)
     except UpflError as error:
         log(ERROR, "%s", error)  # it may name files: for the owner alone
-        raise RunError("it could not personalize; its own log says why") from error
+        raise RunError("it could not personalize; its own log says why").told() from error
     facts: dict[str, Any] = {"samples": mine.manifest.samples}
     if node.share == "estimates":
         diary = mine.diary
@@ -209,7 +213,7 @@ class ContextMemory:
             raise RunError(
                 f"its memory of round {round + 1} is gone: it was in a SuperNode or a Flower run that has ended. "
                 "Give a folder as `state` in node-config"
-            )
+            ).told()
         return from_record(self.state.array_records[name])
 
     def forget_before(self, round: int, but: int) -> None:
@@ -232,6 +236,5 @@ class DiskMemory:
         return self.folder.load_memory(self.client, round, torch.device("cpu"))
 
     def forget_before(self, round: int, but: int) -> None:
-        stored = self.folder.path.glob(f"memory/*/{self.client}-*.safetensors")
-        versions = [int(file.stem.partition("-")[2]) for file in stored]
+        versions = self.folder.memory_versions(self.client)
         self.folder.remove_memory((self.client, version) for version in versions if not round <= version <= but)

@@ -53,7 +53,7 @@ class NodeCohort(Cohort):
         self.nodes: dict[int, int] = {}  # each connected training node's client
         self.seen: set[int] = set()  # clients that were connected once
         self.idle: dict[int, str] = {}  # connected nodes that do not train, and why
-        self._saved_memory = torch.empty(0)
+        self._kept_memory = self._saved_memory = torch.empty(0)  # of the checkpoint before the last one, and of that
         # Privacy allows no word about a node's own figures; the server may know of no new clients.
         private = {"loss", "validation"} if self.privacy else set()
         self.withheld = frozenset(private) | (NEW_CLIENTS if not len(setup.federation.new) else frozenset())
@@ -61,9 +61,10 @@ class NodeCohort(Cohort):
     def begin(self, progress: Progress) -> None:
         super().begin(progress)
         self.saved()
+        self.saved()
 
     def saved(self) -> None:
-        self._saved_memory = self.progress.memory_rounds.clone()
+        self._kept_memory, self._saved_memory = self._saved_memory, self.progress.memory_rounds.clone()
 
     # Nodes
 
@@ -169,7 +170,7 @@ class NodeCohort(Cohort):
     def _memory_facts(self, client: int) -> dict[str, int]:
         if not self.setup.training.remembers:
             return {}
-        return {"memory": int(self.progress.memory_rounds[client]), "memory_saved": int(self._saved_memory[client])}
+        return {"memory": int(self.progress.memory_rounds[client]), "memory_saved": int(self._kept_memory[client])}
 
     def facts(self) -> dict[str, Any]:
         spent = {"epsilon": self._epsilon(), "delta": self.privacy.delta} if self.privacy else {}

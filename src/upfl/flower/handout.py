@@ -13,11 +13,11 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from upfl.bundle import Bundle
+from upfl.bundle.manifest import SUMS
 from upfl.errors import ConfigError, StoppedError
 from upfl.flower.cohort import STEP
 from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, exchange, facts_of, problem_in
 from upfl.flower.terms import Settings, describe
-from upfl.manifest import SUMS
 
 
 def personalize(grid: Grid, settings: Settings) -> list[dict[str, Any]]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from io import BytesIO
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -18,6 +16,8 @@ from torch import Tensor
 
 from upfl.contract import FOLDS, CrossFitted, Published
 from upfl.errors import BadClientError
+from upfl.safe.parse import read_array
+from upfl.safe.text import one_line
 from upfl.state import State, aligned, prefixed, select
 
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
@@ -35,18 +35,16 @@ def from_record(record: ArrayRecord) -> State:
 
 
 def _tensor(name: str, array: Array) -> Tensor:
-    """An array as it was sent. NumPy's own reader would first allocate what the header announces."""
+    """An array as it was sent."""
     try:
-        stream = BytesIO(array.data)
-        if array.stype != "numpy.ndarray" or np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError("not an array of NumPy's first format")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-        if fortran or dtype.hasobject:
-            raise ValueError("objects, or values out of order")
-        values: np.ndarray = np.ndarray(shape, dtype, buffer=array.data, offset=stream.tell())
+        if array.stype != "numpy.ndarray":
+            raise ValueError("not an array of NumPy's")
+        values = read_array(array.data)
+        if not values.flags.c_contiguous:
+            raise ValueError("its values are out of order")
         return aligned(torch.from_numpy(values.copy()))
-    except (ValueError, TypeError) as error:
-        raise BadClientError(f"{name[:80]!r} cannot be read: {str(error)[:LONGEST]}") from error
+    except Exception as error:  # whatever a node sends, it costs that node alone its part in the round
+        raise BadClientError(f"{name[:80]!r} cannot be read: {one_line(str(error), LONGEST)}") from error
 
 
 def pack(given: CrossFitted) -> State:
@@ -86,9 +84,9 @@ def problem_in(reply: Message) -> str | None:
     """Why a node did not do what it was asked for, in one line; none if it did."""
     if reply.has_error():
         reason = (reply.error.reason or "").strip().splitlines()
-        return f"failed: {reason[0][:LONGEST] if reason else f'error {reply.error.code}'}"
+        return f"failed: {one_line(reason[0], LONGEST) if reason else f'error {reply.error.code}'}"
     problem = facts_of(reply).get(PROBLEM)
-    return None if problem is None else " ".join(str(problem)[:LONGEST].split())
+    return None if problem is None else one_line(str(problem), LONGEST)
 
 
 def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[tuple[int, Message]]:

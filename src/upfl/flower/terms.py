@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from upfl.bundle.manifest import TaskSection
 from upfl.config import Config, configure, listed, read_toml, validated
 from upfl.data.federation import Clients, Federation, validation_sizes
 from upfl.data.files import load_labelled
@@ -24,7 +25,6 @@ from upfl.data.sources import Source
 from upfl.engine.setup import named_federation
 from upfl.errors import ConfigError
 from upfl.flower.privacy import Privacy
-from upfl.manifest import TaskSection
 from upfl.methods import training_class
 from upfl.randomness import seed_of
 
@@ -136,13 +136,15 @@ def node_federation(terms: Terms, node: Node) -> Federation:
     """The federation as a training node sees it: its own client's samples, with nothing of the others."""
     task = terms.task
     if node.client is None or node.client >= task.clients:
-        raise ConfigError(f"node-config: client is {node.client}; a training node is one of 0 to {task.clients - 1}")
+        raise ConfigError(
+            f"node-config: client is {node.client}; a training node is one of 0 to {task.clients - 1}"
+        ).told()
     if node.data is None:
         federation = named_federation(terms.config)
         if FederationTask.of(federation.source, len(federation.training)) != task:
             raise ConfigError(
                 f"node-config: the run's task is not {terms.config.dataset} as this node has it; give data"
-            )
+            ).told()
         return federation
     require_no_public_set(terms.config)
     own = load_labelled(node.data, task.input.image, task.classes, task.input.scale)
@@ -170,7 +172,9 @@ def unseen_federation(task: FederationTask) -> Federation:
 def require_no_public_set(config: Config) -> None:
     """Own data come without the public set that clients of different architectures share."""
     if training_class(config.training_name).heterogeneous:
-        raise ConfigError(f"{config.training_name} needs a public set, which parts of a named data set alone have")
+        raise ConfigError(
+            f"{config.training_name} needs a public set, which parts of a named data set alone have"
+        ).told()
 
 
 def nobody() -> Clients:

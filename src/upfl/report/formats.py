@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Callable
 from html import escape
 from itertools import groupby
 
 from upfl.report.tables import Cell, Column, Table
+from upfl.safe import text as safe_text
 
 Groups = list[tuple[str, int]]
 
@@ -33,7 +33,7 @@ def _markdown_cell(cell: Cell) -> str:
 
 
 def _markdown_text(text: str) -> str:
-    return re.sub(r"([\\`*_|<>])", r"\\\1", text.replace("\n", " ")).replace("](", r"]\(")
+    return safe_text.markdown(text)
 
 
 def latex(table: Table) -> str:
@@ -95,11 +95,15 @@ def to_csv(table: Table) -> str:
     names = [" ".join(filter(None, (column.group, column.title))) for column in table.columns]
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
-    writer.writerow([" ".join(filter(None, (names[place], suffix))) for place, suffix, _ in used])
+    writer.writerow([_csv_value(" ".join(filter(None, (names[place], suffix)))) for place, suffix, _ in used])
     for row in table.rows:
         values = [value(row[place]) for place, _, value in used]
-        writer.writerow(["" if value is None else value for value in values])
+        writer.writerow(["" if value is None else _csv_value(value) for value in values])
     return output.getvalue()
+
+
+def _csv_value(value: object) -> object:
+    return safe_text.csv_cell(value) if isinstance(value, str) else value
 
 
 def html(table: Table) -> str:

@@ -17,13 +17,13 @@ from importlib import resources
 from pathlib import Path
 
 from upfl import __version__
-from upfl.engine.folder import write_file
 from upfl.errors import RunError
 from upfl.methods import ROWS
 from upfl.report import figures, formats, tables
 from upfl.report.collect import Collected, RunData, collect, names
 from upfl.report.lines import Setting, arrange, titles
 from upfl.report.tables import Table
+from upfl.safe.folder import write_file
 from upfl.suggest import unknown
 
 

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from upfl.manifest import FederationManifest, PersonalManifest, TaskSection
+from upfl.bundle.manifest import FederationManifest, PersonalManifest, TaskSection
 from upfl.methods import personalizer_class, training_class
+from upfl.safe.text import markdown
 
 
 def federation_card(manifest: FederationManifest) -> str:
     training, task, summary = manifest.training, manifest.task, manifest.summary
     kind = training_class(training.name)
     lines = [
-        f"# {kind.title} on {task.name}: a bundle for newcomers",
+        f"# {kind.title} on {markdown(task.name)}: a bundle for newcomers",
         "",
         f"A model that a federation of {training.clients} clients trained in {training.round} rounds, for newcomers",
         "who have images but no labels: each makes a model of its own of it, on its own machine.",
@@ -39,13 +40,14 @@ def federation_card(manifest: FederationManifest) -> str:
             "| personalizer | round | validation | new clients before | after |",
             "|---|---:|---:|---:|---:|",
             *(
-                f"| {name} | {row['round']} | {row['validation']:.1f} | {row['before']:.1f} | {row['after']:.1f} |"
+                f"| {markdown(name)} | {row['round']} | "
+                f"{row['validation']:.1f} | {row['before']:.1f} | {row['after']:.1f} |"
                 for name, row in scores.items()
             ),
             "",
         ]
     facts = {key: value for key, value in summary.items() if key != "scores" and value not in ([], {}, None)}
-    lines += ["## Training", *(f"- {key}: {_in_words(value)}" for key, value in facts.items()), ""]
+    lines += ["## Training", *(f"- {markdown(key)}: {markdown(_in_words(value))}" for key, value in facts.items()), ""]
     fitted = f"; fitted after training, from sums over clients: {', '.join(manifest.fitted)}" if manifest.fitted else ""
     lines += ["## What is in it", f"Model parameters{fitted}. No sample and no label of any client."]
     if manifest.public:
@@ -71,9 +73,10 @@ def federation_card(manifest: FederationManifest) -> str:
 def personal_card(manifest: PersonalManifest) -> str:
     kind, diary = training_class(manifest.training.name), manifest.diary
     lines = [
-        f"# A model of one's own: {kind.title} on {manifest.task.name}",
+        f"# A model of one's own: {kind.title} on {markdown(manifest.task.name)}",
         "",
-        f"Personalized on {manifest.samples} images without labels by `{manifest.personalizer}`: {diary.decision}.",
+        f"Personalized on {manifest.samples} images without labels by `{manifest.personalizer}`:",
+        f"{markdown(diary.decision)}.",
         "",
         "```",
         "upfl predict ME DATA                   # DATA: a folder of images, .npy, .npz or idx",
@@ -95,14 +98,15 @@ def _input_lines(task: TaskSection) -> list[str]:
     return [
         "## Task",
         f"Images of {height} x {width} pixels (height x width), {colours}, to {len(task.classes)} classes:",
-        f"{', '.join(task.classes)}.",
+        f"{', '.join(map(markdown, task.classes))}.",
     ]
 
 
 def _architecture_lines(manifest: FederationManifest) -> list[str]:
     if not manifest.architectures:
         return []
-    return [f"A newcomer chooses the size of its model (`--architecture`): {', '.join(manifest.architectures)}.", ""]
+    names = ", ".join(map(markdown, manifest.architectures))
+    return [f"A newcomer chooses the size of its model (`--architecture`): {names}.", ""]
 
 
 def _in_words(value: Any) -> str:

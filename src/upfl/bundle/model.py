@@ -1,0 +1,220 @@
+"""A bundle, and the model that a newcomer makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from upfl.bundle.card import personal_card
+from upfl.bundle.manifest import FederationManifest, PersonalManifest, TaskSection, version
+from upfl.bundle.read import FederationParts, read
+from upfl.bundle.write import write_folder
+from upfl.contract import Diary, Personalized, Personalizer, Predictor, Published, Training, Unlabelled
+from upfl.data.files import Samples, from_array, load_unlabelled
+from upfl.engine.rounds import one_thread
+from upfl.errors import BundleError, DataError
+from upfl.state import State, prefixed
+from upfl.suggest import unknown
+
+CHUNK = 4096  # samples that are made floats at once
+
+Images: TypeAlias = ArrayLike | Samples | str | Path
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Bundle:
+    """What a federation hands to newcomers: a trained model, and personalizers that make a newcomer's own of it."""
+
+    manifest: FederationManifest
+    training: Training[Any]
+    published: Published
+    personalizers: Mapping[str, Personalizer[Any]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Bundle:
+        """Open a bundle, after everything in it was checked."""
+        found = load(path)
+        if not isinstance(found, cls):
+            raise BundleError(f"{path}: it is a newcomer's own model: `upfl predict`, or PersonalModel.load")
+        return found
+
+    @property
+    def classes_(self) -> NDArray[np.str_]:
+        return np.array(self.manifest.task.classes)
+
+    def __repr__(self) -> str:
+        task, names = self.manifest.task, ", ".join(self.personalizers)
+        return (
+            f"<Bundle: {self.training.title} on {task.name}, {len(task.classes)} classes, images "
+            f"{list(task.input.shape)}; personalizers {names}>"
+        )
+
+    @property
+    def warning(self) -> str:
+        """What everyone who passes the bundle on should know."""
+        if not self.manifest.members:
+            return ""
+        return f"It holds {self.manifest.members} training clients' own layers, which may tell about their data."
+
+    def personalize(
+        self, x: Images, personalizer: str | None = None, *, architecture: str | None = None, seed: int = 0
+    ) -> PersonalModel:
+        """A newcomer's own model, from images without labels, by the bundle's default personalizer or another of its.
+
+        x is an array of images [n, h, w], [n, h, w, c] or [n, c, h, w]: integers up to the data set's full intensity
+        (mostly 255), or floats in [0, 1]; or the path of a folder of images, of an .npy, .npz or idx file. Where the
+        federation has models of several sizes, `architecture` names one of them; by default the first.
+        """
+        name = personalizer or self.manifest.default
+        if name not in self.personalizers:
+            raise unknown("personalizer", name, self.personalizers)
+        kinds = self.training.client_models
+        kind = next(iter(kinds)) if architecture is None else architecture
+        if kind not in kinds:
+            raise unknown("architecture", kind, kinds)
+        task = self.manifest.task
+        with one_thread():
+            normalized = task.input.normalized(_samples(x, task))
+            client = Unlabelled(0, normalized, seed, kind)
+            personalized = self.personalizers[name].personalize(self.published, client)
+        predictor = personalized.predictor
+        manifest = PersonalManifest(
+            made_with=version(),
+            task=task,
+            model=self.manifest.model,
+            architectures=self.manifest.architectures,
+            training=self.manifest.training,
+            personalizer=name,
+            hyper=self.manifest.personalizers[name],
+            architecture=kind,
+            samples=len(normalized),
+            diary=personalized.diary,
+            models=len(predictor.params),
+            temperature=predictor.temperature,
+        )
+        return PersonalModel(manifest, predictor, personalized)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PersonalModel:
+    """A newcomer's own model; predicts as scikit-learn's classifiers do."""
+
+    manifest: PersonalManifest
+    predictor: Predictor
+    personalized: Personalized | None = None  # what a stored model does not remember
+
+    @classmethod
+    def load(cls, path: str | Path) -> PersonalModel:
+        found = load(path)
+        if not isinstance(found, cls):
+            raise BundleError(f"{path}: it is a federation's bundle: `upfl personalize` makes a model of it")
+        return found
+
+    @property
+    def classes_(self) -> NDArray[np.str_]:
+        return np.array(self.manifest.task.classes)
+
+    def __repr__(self) -> str:
+        made, classes = self.manifest, len(self.classes_)
+        return f"<PersonalModel: {made.task.name}, {classes} classes; {made.personalizer} on {made.samples} images>"
+
+    @property
+    def diary(self) -> Diary:
+        """What the personalizer saw, did and decided."""
+        return self.manifest.diary
+
+    def predict_logits(self, x: Images) -> Tensor:
+        """Each class's logit: `predict_proba` before the softmax."""
+        task = self.manifest.task
+        samples = _samples(x, task)
+        with one_thread():
+            return torch.cat(
+                [
+                    self.predictor.logits(task.input.normalized(replace(samples, images=samples.images[i : i + CHUNK])))
+                    for i in range(0, len(samples), CHUNK)
+                ]
+            )
+
+    def predict_proba(self, x: Images) -> NDArray[np.float64]:
+        """Each class's probability, one row a sample, in the order of `classes_`."""
+        return _probabilities(self.predict_logits(x))
+
+    def predict(self, x: Images) -> NDArray[np.str_]:
+        """Each sample's most probable class, by its name."""
+        return self._named(self.predict_proba(x))
+
+    def score(self, x: Images, y: ArrayLike) -> float:
+        """The share of samples whose class is predicted right; y are names of classes."""
+        predicted, names = self.predict(x), np.asarray(y).astype(np.str_)
+        if names.shape != predicted.shape:
+            raise DataError(f"y: {len(predicted)} images need as many classes; found shape {list(names.shape)}")
+        if strange := sorted(set(names.tolist()) - set(self.classes_.tolist())):
+            raise unknown("class", strange[0], self.classes_.tolist())
+        return float((predicted == names).mean())
+
+    @cached_property
+    def label_distributions_(self) -> NDArray[np.float64]:
+        """The probabilities of the samples that it was personalized on, which were judged together."""
+        if self.personalized is None:
+            raise BundleError("a stored model does not remember the samples that it was personalized on")
+        return _probabilities(self.personalized.logits)
+
+    @property
+    def transduction_(self) -> NDArray[np.str_]:
+        """The most probable classes of these samples."""
+        return self._named(self.label_distributions_)
+
+    def _named(self, probabilities: NDArray[np.float64]) -> NDArray[np.str_]:
+        names: NDArray[np.str_] = self.classes_[probabilities.argmax(1)]
+        return names
+
+    def save(self, path: str | Path) -> None:
+        """Write it as a bundle of its own."""
+        predictor = self.predictor
+        state: State = {}
+        for i in range(len(predictor.params)):  # an ensemble's models may share tensors, which a file cannot
+            state |= prefixed(str(i), {name: value.clone() for name, value in predictor.params[i].items()})
+        if predictor.bias is not None:
+            state["bias"] = predictor.bias
+        write_folder(path, self.manifest, state, (), personal_card(self.manifest))
+
+
+def load(path: str | Path) -> Bundle | PersonalModel:
+    """Open either kind of bundle, after everything in it was checked."""
+    found = read(path)
+    return Bundle(*found) if isinstance(found, FederationParts) else PersonalModel(*found)
+
+
+class ClassMix(NamedTuple):
+    """Each class's share of the samples that a model was personalized on."""
+
+    before: list[float]
+    after: list[float]
+
+
+def class_mix(mine: PersonalModel) -> ClassMix:
+    """By the model before, and by the newcomer's own; where its personalizer estimated the mix, that."""
+    assert mine.personalized is not None
+    before = _probabilities(mine.personalized.before).mean(0).tolist()
+    return ClassMix(before, mine.diary.mix or mine.label_distributions_.mean(0).tolist())
+
+
+def _samples(x: Images, task: TaskSection) -> Samples:
+    if isinstance(x, Samples):
+        return x
+    if isinstance(x, (str, Path)):
+        return load_unlabelled(x, task.input.image, task.input.scale)
+    return from_array(x, task.input.image, task.input.scale)
+
+
+def _probabilities(logits: Tensor) -> NDArray[np.float64]:
+    probabilities: NDArray[np.float64] = logits.double().softmax(1).numpy()
+    return probabilities
