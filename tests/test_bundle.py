@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import shutil
@@ -25,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.plugin_methods import Said, upfl
+from tests.sealed import edited, put, resealed, retensored
 from upfl import api
 from upfl.bundle import Bundle, PersonalModel, export, load, write
 from upfl.bundle.manifest import PersonalManifest, TaskSection, TrainingSection
@@ -294,28 +294,6 @@ def test_a_newcomer_chooses_among_architectures(run_of: Callable[[str], api.Run]
 # What is refused
 
 
-def resealed(folder: Path) -> Path:
-    """Checksums that fit again: whoever changes a bundle can write these, too."""
-    names = [line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
-    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
-    (folder / "SHA256SUMS").write_text("".join(sums))
-    return folder
-
-
-def edited(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return resealed(folder)
-
-
-def retensored(folder: Path, change: Callable[[State], Any], file: str = "weights.safetensors") -> Path:
-    state = load_file(folder / file)
-    change(state)
-    save_file(state, folder / file, {"order": json.dumps(list(state))})
-    return resealed(folder)
-
-
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_noticed(fedavg: Path, data: st.DataObject, bit: int) -> None:
@@ -388,16 +366,6 @@ def test_a_manifest_with_any_value_replaced_is_refused_or_used_never_a_crash(fed
     finally:
         (fedavg / "manifest.json").write_text(content)
         (fedavg / "SHA256SUMS").write_text(sums)
-
-
-def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        target: Any = manifest
-        for key in path[:-1]:
-            target = target[key]
-        target[path[-1]] = value
-
-    return change
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,10 @@ def assert_same_run(flower: Path, engine: Path) -> None:
     best = [path.relative_to(engine) for path in engine.glob("best/*.safetensors")]
     assert best
     for name in [*best, Path("checkpoint.safetensors")]:
-        assert tensors(flower / name) == tensors(engine / name)
+        ours, theirs = tensors(flower / name), tensors(engine / name)
+        if ours.pop("memory_digests", None):
+            theirs.pop("memory_digests")  # of files that nodes have
+        assert ours == theirs
 
 
 class Watch(Watching):
@@ -294,7 +297,7 @@ SPOILS = {
     "did not reply": lambda reply: None,
     "no arrays": lambda reply: make_message(reply.metadata, RecordDict({FACTS: ConfigRecord({})})),
     # A header that announces a terabyte must not have it allocated.
-    "buffer is too small": lambda reply: with_array(
+    "and 0 follow": lambda reply: with_array(
         reply, npy("{'descr': '<f4', 'fortran_order': False, 'shape': (250000000000,), }")
     ),
     "objects": lambda reply: with_array(

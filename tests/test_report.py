@@ -400,6 +400,7 @@ def test_text_from_a_run_folder_cannot_become_part_of_the_page(runs: Path, tmp_p
     (run / "result.json").write_text(json.dumps(value))
     metrics = (run / "metrics.jsonl").read_text().replace('"fedavg"', json.dumps(evil))
     (run / "metrics.jsonl").write_text(metrics)
+    (run / "checkpoint.safetensors").unlink()  # who changes the metrics can do so
     (run / "environment.json").write_text(json.dumps([{"commit": evil, "workers": evil}]))
     (tmp_path / "runs" / "<i>foreign").mkdir()
     write_report([tmp_path / "runs"], tmp_path / "out")
@@ -414,6 +415,7 @@ def test_text_from_a_run_folder_cannot_become_part_of_the_page(runs: Path, tmp_p
 
 def test_bytes_sent_are_shown_where_runs_have_them(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fedavg-0", tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()  # it has the metrics' digest
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     silent = [{key: value for key, value in line.items() if not key.startswith("bytes_")} for line in lines]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in silent))
@@ -433,6 +435,7 @@ def write_and_read(run: Path, out: Path) -> str:
 def test_runs_of_an_older_version_without_work_and_commit_can_be_shown(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fedtta-0", tmp_path / "run")
     (tmp_path / "run" / "environment.json").unlink()
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()  # which had no digest of the metrics
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         del line["gradients"]

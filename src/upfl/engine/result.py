@@ -60,8 +60,8 @@ class _Result(_Read):
 
 class _Round(_Read):
     round: int = Field(ge=0)
-    bytes_up: float
-    bytes_down: float
+    bytes_up: float = 0
+    bytes_down: float = 0
 
 
 def checked_result(result: Any) -> dict[str, Any]:

@@ -251,7 +251,7 @@ class Engine(Generic[C]):
             "partition_seed": self.config.partition_seed,
             "rounds": self.progress.round,
             "left_out": self.progress.left_out,
-            **{sent: sum(line[sent] for line in metrics) for sent in ("bytes_up", "bytes_down")},
+            **{sent: sum(line.get(sent, 0) for line in metrics) for sent in ("bytes_up", "bytes_down")},
             "notes": list(self.federation.notes),
             "rows": rows,
             **self.cohort.summary(),

@@ -230,10 +230,19 @@ class DiskMemory:
         self.folder, self.client = folder, client
 
     def save(self, round: int, memory: State) -> None:
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.folder.path}: `state` in node-config cannot be made: {error.strerror}") from error
         self.folder.save_memory(self.client, round, memory)
 
     def load(self, round: int) -> State:
-        return self.folder.load_memory(self.client, round, torch.device("cpu"))
+        try:
+            return self.folder.load_memory(self.client, round, torch.device("cpu"))
+        except RunError as error:
+            log(ERROR, "%s", error)
+            missing = f"its memory of round {round + 1} is missing or damaged; its own log says why"
+            raise RunError(missing).told() from error
 
     def forget_before(self, round: int, but: int) -> None:
         versions = self.folder.memory_versions(self.client)

@@ -35,5 +35,5 @@ def csv_cell(text: str) -> str:
 
 def markdown(text: str) -> str:
     """Text within a line of Markdown: no HTML, no link, no table cell of its own."""
-    text = plain(text.replace("\n", " "))
-    return re.sub(r"([\\`*_|<>\[\]&])", r"\\\1", text)
+    text = re.sub(r"([\\`*_|<>&])", r"\\\1", plain(text.replace("\n", " ")))
+    return re.sub(r"\](?=[(\[:])", r"\]", text)
