@@ -22,7 +22,7 @@ from tests.plugin_methods import result, small, upfl
 from upfl import api
 from upfl.data.partition import default_partition
 from upfl.methods import ROWS
-from upfl.report import figures, formats
+from upfl.report import figures, rendering
 from upfl.report.collect import collect, names
 from upfl.report.lines import arrange
 from upfl.report.page import write_report
@@ -224,13 +224,13 @@ TABLE = Table(
 
 
 def test_markdown_keeps_its_shape_whatever_the_texts() -> None:
-    lines = formats.markdown(TABLE).splitlines()
+    lines = rendering.markdown(TABLE).splitlines()
     assert lines[2].replace("\N{MINUS SIGN}", "-") == r"| a\_b\|\<i\> | **50.00 ± 1.00** | -1.50 [-2.00, +0.25] |"
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 4 for line in lines[:4])
 
 
 def test_latex_escapes_what_it_must() -> None:
-    text = formats.latex(TABLE)
+    text = rendering.latex(TABLE)
     assert r"\multicolumn{2}{c}{A \& B}" in text
     assert r"a\_b|<i> & \textbf{50.00 $\pm$ 1.00} & $-$1.50 [$-$2.00, +0.25] \\" in text
     assert r"50\% \textbackslash{} \textasciitilde{} &  & 2.00 $\dagger$ {\scriptsize(paper 3 (-1))} \\" in text
@@ -238,7 +238,7 @@ def test_latex_escapes_what_it_must() -> None:
 
 
 def test_csv_has_numbers_in_full() -> None:
-    first, second = csv.DictReader(io.StringIO(formats.to_csv(TABLE)))
+    first, second = csv.DictReader(io.StringIO(rendering.to_csv(TABLE)))
     assert (first["A & B Test"], first["A & B Test spread"], first["A & B Against [95%] low"]) == (
         "50.0",
         "1.0",
@@ -360,8 +360,8 @@ def test_whatever_stands_in_a_run_folder_a_report_is_made_or_it_is_named(
                 cost_table(collected.runs, names(collected.runs)),
                 *(newcomers_table(setting, "t", variable) for variable in newcomer_variables(setting)),
             ):
-                for form in (formats.markdown, formats.latex, formats.to_csv, formats.html):
-                    assert "<x>" not in form(table) or form is not formats.html
+                for form in (rendering.markdown, rendering.latex, rendering.to_csv, rendering.html):
+                    assert "<x>" not in form(table) or form is not rendering.html
 
 
 def test_a_run_that_is_there_twice_counts_once(runs: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """upfl: a model of its own for every unlabelled newcomer of a federation.
 
-What stands here is imported when it is first asked for: PyTorch takes seconds, in which the command line must already
-answer to Ctrl-C.
+Names are imported when they are first used. PyTorch takes seconds to import, and the command line must answer to
+Ctrl-C from the start.
 """
 
 from importlib import import_module

@@ -75,7 +75,7 @@ def demo(
         table.add_row(row_title(row["row"]), *numbers)
     console.print(table)
     picture = out / "demo.png"
-    from upfl.report.demo import draw  # here, because matplotlib takes a second to import
+    from upfl.report.demo_picture import draw  # here, because matplotlib takes a second to import
     from upfl.report.page import write_report
 
     draw(rows, picture)

@@ -18,7 +18,7 @@ from upfl.state import State, all_aligned
 
 Memory = Callable[[int], State | None]  # a training client's own, where its model is made of that
 
-# A score's name, whose it is, and its column in their counts.
+# A score's name, the clients that it is of, and its column in their counts.
 SCORES: tuple[tuple[str, Role, int], ...] = (
     ("validation", "training", 1),
     ("test", "new", 1),
@@ -89,13 +89,24 @@ def validation_counts(
     for i in group.share(range(len(sizes)), sizes.tolist()):
         if sizes[i]:
             group.check()
-            client = validation_client(federation, inputs, seed, i)
-            own = memory(i)
-            own = None if own is None else all_aligned(own)
-            personalized = personalizer.personalize(given.without(i), client, own)
-            counts[i] = count_correct(personalized, inputs.y(federation.training.validation(i)))
+            counts[i] = score_validation(federation, inputs, personalizer, given.without(i), seed, i, memory(i))
     group.sum_(counts)
     return counts
+
+
+def score_validation(
+    federation: Federation,
+    inputs: Inputs,
+    personalizer: Personalizer[Any],
+    published: Published,
+    seed: int,
+    client: int,
+    memory: State | None,
+) -> Tensor:
+    """A training client's counts on its validation data, which it personalizes on without labels."""
+    own = None if memory is None else all_aligned(memory)
+    personalized = personalizer.personalize(published, validation_client(federation, inputs, seed, client), own)
+    return count_correct(personalized, inputs.y(federation.training.validation(client)))
 
 
 def newcomer_counts(

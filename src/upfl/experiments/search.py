@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchValues:
     """The paper's grid for a hyper-parameter, and the range that a free search takes instead."""
 
     grid: tuple[float, ...]
@@ -53,17 +53,17 @@ class Choice:
         return all(isinstance(value, int) for value in (*self.grid, self.low, self.high))
 
 
-RATE = Choice((0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5), 1e-4, 1.0)
-MU = Choice((0.001, 0.01, 0.1, 1.0), 1e-4, 10.0)
-SPACES: dict[str, dict[str, Choice]] = {
+RATE = SearchValues((0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5), 1e-4, 1.0)
+MU = SearchValues((0.001, 0.01, 0.1, 1.0), 1e-4, 10.0)
+SPACES: dict[str, dict[str, SearchValues]] = {
     "fedavg": {"lr": RATE},
     "fedprox": {"lr": RATE, "mu": MU},
-    "scaffold": {"lr": RATE, "server_lr": Choice(RATE.grid, 1e-2, 3.0)},
+    "scaffold": {"lr": RATE, "server_lr": SearchValues(RATE.grid, 1e-2, 3.0)},
     "afl": {"lr": RATE, "mixture_lr": RATE},
     "fedgma": {
         "lr": RATE,
-        "server_lr": Choice((0.01, 0.1, 1.0, 1.5, 2.0), 1e-2, 3.0),
-        "threshold": Choice((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), 0.0, 1.0, log=False),
+        "server_lr": SearchValues((0.01, 0.1, 1.0, 1.5, 2.0), 1e-2, 3.0),
+        "threshold": SearchValues((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), 0.0, 1.0, log=False),
     },
     "fedadg": {"lr": RATE},
     "fedsr": {"lr": RATE},
@@ -73,7 +73,7 @@ SPACES: dict[str, dict[str, Choice]] = {
     "fedtta-prox": {"inner_lr": RATE, "outer_lr": RATE, "adapt_lr": RATE, "mu": MU},
     "hetero-fedtta": {"inner_lr": RATE, "outer_lr": RATE, "adapt_lr": RATE},
     "hetero-tent": {"lr": RATE},
-    "early-stopped": {"patience": Choice((1, 3, 5), 1, 10)},
+    "early-stopped": {"patience": SearchValues((1, 3, 5), 1, 10)},
 }
 
 
@@ -96,7 +96,7 @@ class Search:
         self.choices = self._choices()
         self.config({})  # raises for what does not fit
 
-    def _choices(self) -> dict[str, Choice]:
+    def _choices(self) -> dict[str, SearchValues]:
         """What is searched, by the place of the hyper-parameter: `training.lr`, `early-stopped.patience`."""
         known = {
             f"{place}.{key}": choice
@@ -116,7 +116,7 @@ class Search:
         for key in self.ranges:
             if key not in fields:
                 raise unknown("hyper-parameter", key, fields)
-        return {fields[key]: Choice((), low, high, log=low > 0) for key, (low, high) in self.ranges.items()}
+        return {fields[key]: SearchValues((), low, high, log=low > 0) for key, (low, high) in self.ranges.items()}
 
     def config(self, values: Mapping[str, Any]) -> Config:
         settings = [f"{key}={value}" for key, value in values.items()]
@@ -190,7 +190,7 @@ class Search:
         for place in torch.randperm(len(points), generator=draw).tolist():
             yield dict(zip(self.choices, points[place], strict=True))
 
-    def _suggest(self, trial: optuna.Trial, key: str, choice: Choice) -> Any:
+    def _suggest(self, trial: optuna.Trial, key: str, choice: SearchValues) -> Any:
         if self.size is not None:
             return trial.suggest_categorical(key, choice.grid)
         if choice.whole:

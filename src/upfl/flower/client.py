@@ -25,8 +25,8 @@ from upfl.bundle import Bundle, Images, PersonalModel
 from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.config import Config
 from upfl.contract import needs_of
-from upfl.engine.clients import LocalClient, validation_client
-from upfl.engine.evaluate import count_correct
+from upfl.engine.clients import LocalClient
+from upfl.engine.evaluate import score_validation
 from upfl.engine.fitting import fit_client
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
@@ -113,12 +113,14 @@ def evaluate(message: Message, context: Context) -> RecordDict:
     node = TrainingNode(message, context)
     given = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])).without(node.id)
     setup, memory = node.setup, node.memory() if node.training.starts_from_memory else None
-    labels = setup.inputs.y(setup.federation.training.validation(node.id))
-    unlabelled = validation_client(setup.federation, setup.inputs, setup.config.seed, node.id)
+    validates = setup.federation.training.counts("validation")[node.id] > 0
     scores: dict[str, Any] = {}
     with node.precision():
-        for name, personalizer in setup.personalizers.items() if len(labels) else ():
-            scores[name] = count_correct(personalizer.personalize(given, unlabelled, memory), labels).tolist()
+        for name, personalizer in setup.personalizers.items() if validates else ():
+            counts = score_validation(
+                setup.federation, setup.inputs, personalizer, given, setup.config.seed, node.id, memory
+            )
+            scores[name] = counts.tolist()
     return RecordDict({SCORES: MetricRecord(scores)})
 
 

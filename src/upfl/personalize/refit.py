@@ -12,12 +12,12 @@ and from the sums over clients come class means mu_c, the covariance S within cl
     logits_c = mu_c^T S'^-1 h - mu_c^T S'^-1 mu_c / 2 + log n_c / n
 
 which is the posterior of Gaussian classes. The sums do not depend on who holds which samples, and so neither does the
-layer: clients without any class in common come to the layer that one machine with all the data would find. Kin: CCVR
-(Luo et al., NeurIPS 2021) trains the layer on samples of such Gaussians, Fed3R (Fani et al., ICML 2024) takes ridge
-regression.
+layer: clients without any class in common come to the layer that one machine with all the data would find. Related:
+CCVR (Luo et al., NeurIPS 2021) trains the layer on samples of such Gaussians, Fed3R (Fani et al., ICML 2024) takes
+ridge regression.
 
-Settled: g = 0.01. A class that nobody holds has the mean of all and the weight of one sample in n + C; so have others
-theirs (log (n_c + 1) / (n + C)). Sums come from the train splits of all clients, however few are evaluated, so that
+Settled: g = 0.01. A class that nobody holds has the mean of all. Classes weigh (n_c + 1) / (n + C), so that such a
+class weighs as one sample. Sums come from the train splits of all clients, however few are evaluated, so that
 validation scores need no cross-fitting for them. A server that sees single clients' sums, not only the total, sees how
 many samples of each class a client holds, their mean features and the features' second moments: more than a
 calibration tells it, and where a class has one sample, that sample's features.

@@ -19,7 +19,7 @@ from pathlib import Path
 from upfl import __version__
 from upfl.errors import RunError
 from upfl.methods import ROWS
-from upfl.report import figures, formats, tables
+from upfl.report import figures, rendering, tables
 from upfl.report.collect import Collected, RunData, collect, names
 from upfl.report.lines import Setting, arrange, titles
 from upfl.report.tables import Table
@@ -52,7 +52,7 @@ def write_report(runs: Iterable[Path], out: Path, reference: str | None = None) 
     for folder in ("tables", "figures"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     for table in report.tables:
-        for ending, form in (("md", formats.markdown), ("tex", formats.latex), ("csv", formats.to_csv)):
+        for ending, form in (("md", rendering.markdown), ("tex", rendering.latex), ("csv", rendering.to_csv)):
             write_file(out / "tables" / f"{table.name}.{ending}", form(table).encode())
     for name, (svg, png) in report.figures.items():
         write_file(out / "figures" / f"{name}.svg", svg.encode())
@@ -196,7 +196,7 @@ def _setting(report: Report, setting: Setting, title: str, stem: str, reference:
 
 def _table(report: Report, table: Table) -> str:
     report.tables.append(table)
-    return formats.html(table)
+    return rendering.html(table)
 
 
 def _figure(report: Report, name: str, label: str, caption: str, *draw: object) -> str:
