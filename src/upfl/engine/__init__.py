@@ -9,7 +9,8 @@
     fitting.py    what personalizers need to have fitted
     evaluate.py   personalize without labels, then count
     group.py      worker processes that train together
-    folder.py     the run folder
+    folder.py     the run folder; checkpoint.py, metrics.py and result.py have what its files say
+    allocator.py  how freed memory is kept for the next step
 
 Every worker process runs the same `Engine.run`. It holds the whole server state, trains its share of the round's
 clients, and takes part in one sum. The sum is the same everywhere, so `aggregate` gives the same state everywhere.
