@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upfl import plugins
 from upfl.config import Config
 from upfl.contract import Personalized, Personalizer, Published, Training, Unlabelled
 from upfl.data.federation import Federation
@@ -21,7 +22,7 @@ from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
 from upfl.engine.rounds import Engine, Observer
 from upfl.engine.setup import Setup, assemble
 from upfl.errors import RunError
-from upfl.methods import make_personalizer, plugins, row_name
+from upfl.methods import make_personalizer, row_name
 
 
 def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
@@ -57,7 +58,7 @@ def _work(path: Path, size: int | None, observer: Observer | None, setup: Setup 
         for note in (setup.training.remark(), one_worker_note(setup.training, size)):
             if observer and note:
                 observer.note(note)
-        with workers(count, [str(path), *(plugins() if count > 1 else ())]) as group:
+        with workers(count, [str(path), *(plugins.for_workers() if count > 1 else ())]) as group:
             Engine.local(folder, group, setup).run(observer)
     return Run(path, setup)
 

@@ -6,7 +6,6 @@ scale), a configuration file, options, and `key=value` settings.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -17,12 +16,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from upfl import models
-from upfl.contract import Architecture
 from upfl.data import NAMES
 from upfl.data.partition import Partition, default_partition
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, training_class
+from upfl.model_config import ModelConfig as ModelConfig
+from upfl.model_config import chosen
 from upfl.safe import parse
 from upfl.suggest import unknown
 
@@ -33,40 +32,6 @@ TABLES = ("model", "partition", "training", "personalize")
 
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class SizeConfig(_Strict):
-    """One of the models of a federation whose clients differ: the prediction model, but for what is said here."""
-
-    name: Literal["mlp", "convnet"] | None = None
-    hidden: int | None = Field(None, ge=1)
-    width: float = Field(1.0, gt=0, description="factor on the ConvNet's channels, or on the MLP's hidden units")
-    adaptation: int | None = Field(None, ge=1, description="hidden units of g; the training's where silent")
-
-
-class ModelConfig(_Strict):
-    """The prediction model: `mlp` has two hidden layers, `convnet` two convolutions and a hidden layer.
-
-    Where clients differ in their models, `sizes` has these by name; each client has one of them, all equally likely.
-    """
-
-    name: Literal["mlp", "convnet"]
-    hidden: int = Field(ge=1, description="units of the hidden linear layers")
-    width: float = Field(1.0, gt=0, description="factor on the ConvNet's channels")
-    sizes: dict[str, SizeConfig] = Field(default_factory=dict)
-
-    def build(self, shape: tuple[int, int, int], classes: int, size: SizeConfig | None = None) -> models.Model:
-        """The model, or that of a size."""
-        size = size or SizeConfig()
-        name, hidden = size.name or self.name, size.hidden or self.hidden
-        if name == "mlp":
-            return models.mlp(math.prod(shape), (max(1, round(hidden * size.width)),) * 2, classes)
-        return models.convnet(shape, classes, hidden, self.width * size.width)
-
-    def architectures(self, shape: tuple[int, int, int], classes: int) -> dict[str, Architecture]:
-        return {
-            name: Architecture(self.build(shape, classes, size), size.adaptation) for name, size in self.sizes.items()
-        }
 
 
 class Config(_Strict):
@@ -197,11 +162,13 @@ def configure(
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
     values = _defaults(dataset, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
+    asked = given.pop("model", None)
+    values["model"] = chosen(values["model"], PROFILES[profile].get("model", {}), from_file.get("model", {}), asked)
     in_turn = training_class(training).in_turn
     scale = {key: value for key, value in PROFILES[profile].items() if not in_turn or key not in ROUNDS}
     for layer, where in ((scale, "profile"), (from_file, str(file)), (given, "options")):
         _check_tables(layer, where)
-        values = _merged(values, layer)
+        values = _merged(values, {key: value for key, value in layer.items() if key != "model"})
     values = _merged(values, {"method": method, "dataset": dataset, "profile": profile})
     if training_class(training).heterogeneous:
         values["model"].setdefault("sizes", {name: dict(size) for name, size in SIZES.items()})

@@ -2,15 +2,13 @@
 
 To add a method, write its file in `training/` or `personalize/` and enter it here: the command line, the engine and the
 conformance tests take it from this table. A method of one's own, outside this package, is entered with `register`; the
-command line imports the modules that the environment variable UPFL_PLUGINS names.
+command line imports the modules that `--plugin` or the environment variable UPFL_PLUGINS names (`plugins.py`).
 """
 
-import importlib
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from upfl import plugins
 from upfl.contract import Personalizer, Task, Training
 from upfl.errors import ConfigError
 from upfl.personalize.atp import Atp
@@ -113,8 +111,6 @@ PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
 
 CORRECTIONS = 4  # that can stand on each other, as in `tent+label-shift`
 
-_plugins: dict[str, None] = {}  # modules that registered something, for worker processes to import
-
 
 def register(
     *,
@@ -125,35 +121,12 @@ def register(
     """Enter a method of one's own. Worker processes import the module that it is defined in."""
     if training is not None:
         TRAININGS[training.name] = training
-        _plugins[training.__module__] = None
+        plugins.note(training.__module__)
     if personalizer is not None:
         PERSONALIZERS[personalizer.name] = personalizer
-        _plugins[personalizer.__module__] = None
+        plugins.note(personalizer.__module__)
     if row is not None and row not in ROWS:
         ROWS.append(row)
-
-
-def load_plugins(modules: Iterable[str]) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"plugin '{module}' (UPFL_PLUGINS) cannot be imported: {error}") from error
-
-
-def load_named_plugins() -> None:
-    """Import the modules that the environment variable UPFL_PLUGINS names."""
-    load_plugins(filter(None, os.environ.get("UPFL_PLUGINS", "").split(",")))
-
-
-def plugins() -> list[str]:
-    """The modules that a worker process must import to know the same methods."""
-    if "__main__" in _plugins:
-        raise ConfigError(
-            "a method that is defined in the script itself cannot reach worker processes: "
-            "move it to a module of its own, or take workers=1"
-        )
-    return list(_plugins)
 
 
 def resolve(name: str) -> tuple[str, tuple[str, ...]]:

@@ -4,6 +4,8 @@ So a run's numbers do not depend on the number of workers, on who trains which c
 """
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,3 +20,18 @@ def generator(*key: Key) -> torch.Generator:
 def seed_of(*key: Key) -> int:
     """63 bits of a hash of the key; distinct keys (1 and "1" too) give unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1
+
+
+@contextmanager
+def default_generator(*key: Key) -> Iterator[Callable[..., None]]:
+    """PyTorch's default generator as a function of the key, for code that draws from nothing else: a user's module.
+
+    Within, what is yielded seeds it anew, by a key of its own. Afterwards it is as it was.
+    """
+
+    def seed(*further: Key) -> None:
+        torch.manual_seed(seed_of(*key, *further))
+
+    with torch.random.fork_rng(devices=[]):
+        seed()
+        yield seed

@@ -10,6 +10,7 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 ALIGNMENT = 64  # bytes: a cache line, the widest vector register, and where PyTorch's own tensors begin
+BUFFERS = "buffers."  # what a model's state has below this is not trained
 _is_recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)  # PyTorch may drop its recorder
 SMALL = 2**14  # values that are sooner copied together than passed over one tensor at a time
 
@@ -23,6 +24,15 @@ def select(state: State, prefix: str) -> State:
 
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
     return {f"{prefix}.{name}": value for name, value in state.items()}
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a name is that of a value that belongs to a model but is not trained, such as a running statistic."""
+    return name.startswith(BUFFERS) or f".{BUFFERS}" in name
+
+
+def trainable(state: Mapping[str, Tensor]) -> State:
+    return {name: value for name, value in state.items() if not is_buffer(name)}
 
 
 def contiguous(state: State) -> State:

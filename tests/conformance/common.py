@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from tests.runs import Outcome, ran
+from upfl import plugins
 from upfl.config import Config, configure
 from upfl.contract import Client, CrossFitted, Personalizer, Published, Task, Training, Unlabelled
 from upfl.data import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
-from upfl.methods import PERSONALIZERS, TRAININGS, load_named_plugins
+from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
 from upfl.personalize.calibration import Correction
 from upfl.state import State, prefixed, select
 from upfl.training.fedavg import FedAvg
 
-load_named_plugins()  # a method of one's own is checked like the others
+plugins.load(plugins.from_environment())  # a method of one's own is checked like the others
 
 CPU = torch.device("cpu")
 ROUNDS = 4

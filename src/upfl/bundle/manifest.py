@@ -85,8 +85,18 @@ class LayerSection(_Strict):
 Layers = Annotated[tuple[LayerSection, ...], Field(max_length=LAYERS)]
 
 
+class NamedSection(_Strict):
+    """A model that whoever opens the bundle has registered under this name. The name is never imported."""
+
+    name: str = Field(pattern=r"^[\w.:+-]+$", max_length=200)
+    options: Annotated[dict[str, Any], _bounded(WIDTH)] = Field(default_factory=dict)
+
+
+ModelSection = Layers | NamedSection
+
+
 class ArchitectureSection(_Strict):
-    layers: Layers
+    layers: ModelSection
     adaptation_width: int | None = Field(None, ge=1, le=WIDTH)
 
 
@@ -104,7 +114,7 @@ class Manifest(_Strict):
     kind: str
     made_with: Text
     task: TaskSection
-    model: Layers
+    model: ModelSection
     architectures: dict[Name, ArchitectureSection] = Field(
         {}, max_length=LAYERS, description="by name, where clients differ in theirs"
     )

@@ -16,6 +16,8 @@ from upfl.bundle.manifest import (
     ArchitectureSection,
     FederationManifest,
     LayerSection,
+    ModelSection,
+    NamedSection,
     TaskSection,
     TrainingSection,
     version,
@@ -137,5 +139,6 @@ def write(
         raise
 
 
-def _layers(model: models.Model) -> tuple[LayerSection, ...]:
-    return tuple(LayerSection(**layer) for layer in model.describe())
+def _layers(model: models.Model) -> ModelSection:
+    told = model.describe()
+    return NamedSection(**told) if isinstance(told, dict) else tuple(LayerSection(**layer) for layer in told)

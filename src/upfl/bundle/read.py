@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from upfl.bundle.manifest import (
     WEIGHTS,
     WIDTH,
     FederationManifest,
-    LayerSection,
     Manifest,
+    ModelSection,
+    NamedSection,
     PersonalManifest,
     member_file,
 )
@@ -158,10 +159,11 @@ def _make_training(folder: Folder, manifest: Manifest) -> Training[Any]:
     try:
         kind = training_class(section.name)
         architectures = {
-            name: Architecture(_model(one.layers), one.adaptation_width) for name, one in manifest.architectures.items()
+            name: Architecture(_model(one.layers, folder, manifest), one.adaptation_width)
+            for name, one in manifest.architectures.items()
         }
         task = Task(
-            _model(manifest.model),
+            _model(manifest.model, folder, manifest),
             classes,
             section.clients,
             architectures,
@@ -175,14 +177,18 @@ def _make_training(folder: Folder, manifest: Manifest) -> Training[Any]:
         if getattr(training.hyper, "adaptation_width", 1) > WIDTH:
             raise BundleError(f"hyper.adaptation_width: at most {WIDTH} is taken from a bundle")
     except (UpflError, ValidationError, AssertionError, RuntimeError, OverflowError) as error:
-        hint = "; a method of your own is made known by UPFL_PLUGINS" if isinstance(error, ConfigError) else ""
+        hint = (
+            "; a method or a model of your own is made known by --plugin or UPFL_PLUGINS"
+            if isinstance(error, ConfigError)
+            else ""
+        )
         raise BundleError(f"{path}: training: {_explained(error)}{hint}") from error
     image = manifest.task.input.shape
     for model in training.client_models.values():
         if isinstance(model, models.Layered):
             _check_work(model, image, path)
         try:  # for real: on the meta device this would import a second's worth of torch
-            zeros = {name: torch.zeros(shape) for name, shape in model.shapes.items()}
+            zeros = {name: torch.zeros(value.shape) for name, value in _parameters(model).items()}
             logits = training.logits(zeros, torch.zeros(2, *image))
         except (RuntimeError, IndexError, KeyError) as error:
             raise BundleError(f"{path}: the model does not take images of shape {list(image)} ({error})") from error
@@ -191,12 +197,24 @@ def _make_training(folder: Folder, manifest: Manifest) -> Training[Any]:
     return training
 
 
-def _model(layers: Iterable[LayerSection]) -> models.Layered:
-    model = models.described(layer.model_dump(exclude_none=True) for layer in layers)
+def _model(section: ModelSection, folder: Folder, manifest: Manifest) -> models.Model:
+    if isinstance(section, NamedSection):
+        return _registered(section, folder, manifest)
+    model = models.described(layer.model_dump(exclude_none=True) for layer in section)
     names = [name for layer in model.layers for name in layer.shapes()]
     if not names or len(set(names)) < len(names):
         raise BundleError("model: no layer has parameters, or two have the same name")
     return model
+
+
+def _registered(section: NamedSection, folder: Folder, manifest: Manifest) -> models.Model:
+    """A model that is registered here; it is made after its size is known to fit, where that can be known."""
+    known, shape, classes = models.entry(section.name), manifest.task.input.shape, len(manifest.task.classes)
+    size = known.size(shape, classes, section.options)
+    there = max(sum(folder.size(name) for name in manifest.files()), limit("MODEL") if manifest.architectures else 0)
+    if size is not None and 4 * size > there:
+        raise BundleError(f"model: '{section.name}' has {size} parameters, more than the bundle's files can hold")
+    return known.make(shape, classes, section.options)
 
 
 def _check_size(folder: Folder, manifest: Manifest, task: Task, fresh: bool) -> None:
@@ -238,7 +256,7 @@ def _check_work(model: models.Layered, image: Sequence[int], path: Path) -> None
 
 def _parameters(model: models.Model) -> State:
     """A client's parameters as its model needs them, without values."""
-    return {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in (model.shapes | model.buffers).items()}
 
 
 # Tensors

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from upfl import __version__
+from upfl import __version__, plugins
 from upfl.cli import bundle, data, demo, experiments, methods, report, runs, scores, search
 from upfl.cli.console import Console, echo
 from upfl.engine.allocator import keep_freed_memory
 from upfl.errors import DataError, RunError, UpflError
-from upfl.methods import load_named_plugins
 
 app = typer.Typer(
     name="upfl",
@@ -51,8 +48,14 @@ def options(
         bool,
         typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=lambda on: _version(on)),
     ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE", help="Import a module of your own that registers models or methods; as UPFL_PLUGINS does."
+        ),
+    ] = None,
 ) -> None:
-    pass
+    plugins.load(plugin or ())
 
 
 def _version(on: bool) -> None:
@@ -66,10 +69,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     keep_freed_memory()
     try:
-        if os.environ.get("UPFL_PLUGINS"):
-            sys.path.insert(0, str(Path.cwd()))  # where `python -m` would find them, too
-        load_named_plugins()
-        app()
+        plugins.load(plugins.from_environment())
+        app(_plugins_first(sys.argv[1:]))
     except UpflError as error:
         _say(str(error))
         sys.exit(3 if isinstance(error, DataError) else 4 if isinstance(error, RunError) else 2)
@@ -83,6 +84,19 @@ def main() -> None:
 
 def _say(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/red] {escape(text)}")
+
+
+def _plugins_first(arguments: list[str]) -> list[str]:
+    """`--plugin MODULE` may stand anywhere; the commands need not know it."""
+    first, rest, words = list[str](), list[str](), iter(arguments)
+    for word in words:
+        if word == "--":
+            return [*first, *rest, word, *words]
+        if word == "--plugin":
+            first += [word, *([following] if (following := next(words, None)) is not None else [])]
+        else:
+            (first if word.startswith("--plugin=") else rest).append(word)
+    return [*first, *rest]
 
 
 def _interrupt(number: int, frame: object) -> None:

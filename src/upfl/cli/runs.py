@@ -15,7 +15,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from upfl import api
+from upfl import api, models
 from upfl.cli.console import Console, echo
 from upfl.cli.progress import ProgressBar
 from upfl.config import PROFILES, Config, configure, listed, rounds_needed
@@ -44,6 +44,7 @@ def train(
     dataset: Annotated[str, typer.Argument(help="A data set: see `upfl data list`.")],
     profile: Annotated[str | None, typer.Option(help=f"Scale: {', '.join(PROFILES)}.  [default: paper]")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings, such as a run's config.toml.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(models.names())}, or MODULE:FACTORY.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1)] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Initialisation, participation, batches.")] = None,
     partition_seed: Annotated[int | None, typer.Option(min=0, help="Who holds which samples.")] = None,
@@ -80,6 +81,7 @@ def train(
         file=config,
         settings=settings or (),
         score=listed(score),
+        model=models.load(model) if model else None,
         rounds=rounds,
         seed=seed,
         partition_seed=partition_seed,

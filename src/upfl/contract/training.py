@@ -119,6 +119,10 @@ class Training(Stage[H]):
         Most trainings give everyone the same model and look neither at the client's data nor at its architecture.
         """
 
+    def model_of(self, params: State) -> Model:
+        """The prediction model that parameters belong to."""
+        return self.model
+
     @property
     def client_models(self) -> Mapping[str, Model]:
         """The prediction models that clients may have, by the name of their architecture."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from upfl.contract import Batch, Training
 from upfl.engine.clients import LocalClient
 from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
+from upfl.randomness import default_generator
 from upfl.state import State, all_aligned
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
@@ -77,11 +79,15 @@ def train_alone(
 ) -> tuple[State, Tensor]:
     """A client's carry after its phases, and its mean loss."""
     losses, count = torch.zeros((), dtype=torch.float64), 0
-    for phase in training.phases(round):
-        for batch in client.phase(phase):
-            carry, loss = steps(phase, carry, batch, round)
-            losses += loss.detach().cpu()
-            count += 1
+    draws = any(model.random for model in training.client_models.values())
+    with default_generator(client.seed, "step", client.id, round) if draws else nullcontext() as seed:
+        for phase in training.phases(round):
+            for batch in client.phase(phase):
+                if seed is not None:  # what a step draws depends neither on the worker nor on the steps before it
+                    seed(count)
+                carry, loss = steps(phase, carry, batch, round)
+                losses += loss.detach().cpu()
+                count += 1
     return carry, losses / count
 
 

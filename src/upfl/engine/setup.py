@@ -62,8 +62,9 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
         public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
     )
     training = make_training(config.training_name, task, hyper)
-    if config.vectorize > 1 and not training.vectorizes:
-        raise ConfigError(f"vectorize = {config.vectorize}: {training.name} trains one client at a time; leave it at 1")
+    if config.vectorize > 1 and not (training.vectorizes and training.model.vectorizes):
+        what = f"model '{config.model.name}'" if training.vectorizes else training.name
+        raise ConfigError(f"vectorize = {config.vectorize}: {what} trains one client at a time; leave it at 1")
     personalizers = {
         name: make_personalizer(name, training, personalizer_class(name).Hyper(**values))
         for name, values in config.personalize.items()

@@ -10,13 +10,13 @@ from upfl.engine.folder import RunFolder
 from upfl.engine.group import FOLLOWED, end_with_parent, join
 from upfl.engine.rounds import Engine
 from upfl.errors import StoppedError
-from upfl.methods import load_plugins
+from upfl.plugins import load
 
 
 def main(rank: str, size: str, store: str, run: str, *plugins: str) -> None:
     end_with_parent()
     keep_freed_memory()
-    load_plugins(plugins)
+    load(plugins)
     group = join(int(rank), int(size), Path(store))
     try:
         Engine.local(RunFolder.open(Path(run)), group).run()

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 import torch
 
+from upfl import plugins
 from upfl.config import Config, configure, read_toml
 from upfl.engine.folder import RunFolder
 from upfl.errors import ConfigError, RunError, UpflError
-from upfl.methods import personalizer_class, plugins, resolve, row_name, training_class
+from upfl.methods import personalizer_class, resolve, row_name, training_class
 from upfl.randomness import generator, seed_of
 from upfl.safe.folder import write_file
 from upfl.suggest import unknown
@@ -294,7 +295,7 @@ class _Processes:
                 RunFolder.create(path, search.config(values))
         except UpflError as error:
             return str(error)
-        command = [sys.executable, "-m", "upfl.experiments.trial", str(path), *plugins()]
+        command = [sys.executable, "-m", "upfl.experiments.trial", str(path), *plugins.for_workers()]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         with tempfile.TemporaryFile() as output:
             with self.lock:

@@ -6,13 +6,13 @@ from upfl import api
 from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.group import end_with_parent
 from upfl.errors import UpflError
-from upfl.methods import load_plugins
+from upfl.plugins import load
 
 
 def main(run: str, *plugins: str) -> None:
     end_with_parent()
     keep_freed_memory()
-    load_plugins(plugins)
+    load(plugins)
     try:
         api.resume(run, workers=1)
     except UpflError as error:

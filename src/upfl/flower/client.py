@@ -21,6 +21,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
+from upfl import plugins
 from upfl.bundle import Bundle, Images, PersonalModel
 from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.config import Config
@@ -36,7 +37,6 @@ from upfl.errors import ConfigError, RunError, UpflError
 from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record, unpack
 from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node, Terms, node_federation
-from upfl.methods import load_named_plugins
 from upfl.state import State, all_aligned, select, to_device
 
 Handler = Callable[[Message, Context], RecordDict]
@@ -49,7 +49,7 @@ def answering(handler: Handler) -> Callable[[Message, Context], Message]:
 
     def answer(message: Message, context: Context) -> Message:
         try:
-            load_named_plugins()
+            plugins.load(plugins.from_environment())
             with one_thread(), torch.no_grad():
                 content = handler(message, context)
         except UpflError as error:

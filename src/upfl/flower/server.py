@@ -17,7 +17,7 @@ from flwr.app import Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from upfl import bundle
+from upfl import bundle, plugins
 from upfl.bundle import Bundle
 from upfl.config import Config
 from upfl.contract import needs_of
@@ -31,7 +31,7 @@ from upfl.flower.cohort import NodeCohort
 from upfl.flower.handout import personalize
 from upfl.flower.privacy import Privacy, require_private
 from upfl.flower.terms import FederationTask, Settings, Terms, describe, require_no_public_set, unseen_federation
-from upfl.methods import load_named_plugins, row_name
+from upfl.methods import row_name
 from upfl.randomness import generator
 
 BUNDLE = "bundle"  # in the run folder: what newcomers receive
@@ -42,7 +42,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     settings = Settings.of(context.run_config, "run-config")
-    load_named_plugins()
+    plugins.load(plugins.from_environment())
     if settings.mode == "train":
         train(grid, settings)
     else:

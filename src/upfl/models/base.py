@@ -1,6 +1,7 @@
 """What a model is to the methods: a pure function of named parameters, and derivative products of it.
 
-`model.apply(params, x)` is ordinary differentiable PyTorch. `model.trace(params, x)` keeps what the forward pass
+`model.apply(params, x)` is ordinary differentiable PyTorch, `model.learning(params, x)` the same in training mode, for
+losses that are written so (`training.sgd.gradients`). `model.trace(params, x)` keeps what the forward pass
 computed and offers the products that the methods are made of:
 
     trace.backward(u)            J^T u, with u = dl/dZ
@@ -37,8 +38,12 @@ class Model(Protocol):
         """The parameters."""
 
     @property
+    def buffers(self) -> Shapes:
+        """What belongs to the state and is not trained, under `buffers.`: running statistics, frozen parameters."""
+
+    @property
     def size(self) -> int:
-        """The number of values in the parameters."""
+        """The number of values in parameters and buffers."""
 
     @property
     def kinds(self) -> Mapping[str, Kind]:
@@ -52,23 +57,43 @@ class Model(Protocol):
     def records(self) -> bool:
         """Whether steps may be recorded, and are so small that it pays."""
 
+    @property
+    def vectorizes(self) -> bool:
+        """Whether clients may be trained side by side under torch.func.vmap."""
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws from PyTorch's default generator while it trains, as dropout does."""
+
     def init(self, generator: torch.Generator) -> State:
-        """Parameters to start from: a function of the generator."""
+        """Parameters and buffers to start from: a function of the generator."""
 
     def apply(self, params: State, x: Tensor) -> Tensor:
-        """The logits of x, as a differentiable function."""
+        """The logits of x, as a differentiable function; in evaluation mode."""
+
+    def learning(self, params: State, x: Tensor) -> Tensor:
+        """The same in training mode. Buffers among the parameters are updated in place."""
+
+    def batchwise(self, params: State, x: Tensor) -> Tensor:
+        """The same as `apply`, but normalised by statistics of x, where the model normalises by statistics of data."""
+
+    def observed(self, params: State, x: Tensor) -> State:
+        """The parameters with statistics that are those of x: `apply` on x is then `batchwise`."""
 
     def features(self, params: State, x: Tensor) -> Tensor:
         """What the head reads, a row for each sample; of a model without a head, what it has before its last layer."""
 
     def trace(self, params: State, x: Tensor) -> Trace:
-        """The forward pass on x, ready for derivative products."""
+        """The forward pass on x in training mode, ready for derivative products."""
 
     def layout(self, params: State) -> State:
         """The same values in the memory layout in which the model is fast."""
 
-    def describe(self) -> list[dict[str, Any]]:
-        """The model as data, from which `described` makes it again."""
+    def describe(self) -> list[dict[str, Any]] | dict[str, Any]:
+        """The model as data: its layers, of which `described` makes it again, or a registered name with its options."""
+
+    def why_not_twice(self) -> str | None:
+        """Why a trace has no second-order products; None where it has."""
 
 
 class Moved(Protocol):

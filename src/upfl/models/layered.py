@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Layered:
     """Layers applied one after another. A slice of a model is a model: `model[:-1]` computes the last features."""
 
     layers: tuple[Layer, ...]
+    vectorizes: ClassVar[bool] = True
+    random: ClassVar[bool] = False
 
     def __getitem__(self, part: slice) -> Layered:
         return Layered(self.layers[part])
@@ -33,8 +35,11 @@ class Layered:
         return {name: shape for layer in self.layers for name, shape in layer.shapes().items()}
 
     @property
+    def buffers(self) -> Shapes:
+        return {}
+
+    @property
     def size(self) -> int:
-        """The number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -70,6 +75,15 @@ class Layered:
             x = layer.forward(params, x).y
         return x
 
+    def learning(self, params: State, x: Tensor) -> Tensor:
+        return self.apply(params, x)
+
+    def batchwise(self, params: State, x: Tensor) -> Tensor:
+        return self.apply(params, x)
+
+    def observed(self, params: State, x: Tensor) -> State:
+        return params
+
     def features(self, params: State, x: Tensor) -> Tensor:
         return self[:-1].apply(params, x).flatten(1)
 
@@ -87,6 +101,9 @@ class Layered:
     def describe(self) -> list[dict[str, Any]]:
         kinds = {layer: kind for kind, layer in _KINDS.items()}
         return [{"kind": kinds[type(layer)], **vars(layer)} for layer in self.layers]
+
+    def why_not_twice(self) -> str | None:
+        return None
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> Layered:

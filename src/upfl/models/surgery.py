@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from upfl.models.base import Model
 from upfl.models.layered import Layered, mlp
-from upfl.models.layers import Conv, Flatten, Layer, Linear, Relu
+from upfl.models.layers import Conv, Flatten, Linear, Relu
+from upfl.models.module import Headed, Module
 
 
-def with_head(model: Model, layers: tuple[Layer, ...]) -> Model | None:
+def with_head(model: Model, layers: tuple[Linear, ...]) -> Model | None:
     """The model with other layers in the place of its head, on the same features."""
-    if model.head is None or not isinstance(model, Layered):
+    if model.head is None:
         return None
-    return Layered((*model.layers[:-1], *layers))
+    if isinstance(model, Layered):
+        return Layered((*model.layers[:-1], *layers))
+    return Headed(model, layers) if isinstance(model, Module) else None
 
 
 def embedding(model: Model, size: int) -> Model | None:
-    """An encoder to so many numbers: the convolutions and a linear layer; of an MLP the first hidden layer and one."""
-    if not isinstance(model, Layered):
+    """An encoder to so many numbers: the convolutions and a linear layer; of an MLP the first hidden layer and one;
+    of a module what its head reads and a linear layer."""
+    if model.head is None:
         return None
+    if not isinstance(model, Layered):
+        return with_head(model, (Linear("embedding", model.shapes[f"{model.head}.weight"][1], size),))
     layers = model.layers
     linear = [layer for layer in layers if isinstance(layer, Linear)]
     if not any(isinstance(layer, Conv) for layer in layers):

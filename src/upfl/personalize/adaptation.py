@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from upfl.contract import CHUNK, Training, chunks
-from upfl.state import State
+from upfl.state import State, trainable
 
 
 def summed_gradient(
@@ -19,23 +19,24 @@ def summed_gradient(
     x: Tensor,
     size: int = CHUNK,
 ) -> tuple[Tensor, Tensor, State]:
-    """Logits on all of x, the sum of `of(logits)`, and that sum's gradient for the parameters.
+    """Logits on all of x, the sum of `of(logits)`, and that sum's gradient for the parameters; buffers have none.
 
     `of` is asked for so many samples at a time; mostly it gives one value for each, and their number does not matter.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    leaves = {name: value.detach().requires_grad_() for name, value in trainable(params).items()}
+    given = {name: leaves.get(name, value) for name, value in params.items()}
     gradient = [torch.zeros_like(value) for value in leaves.values()]
     total = torch.zeros((), device=x.device)
     outputs = []
     for part in chunks(x, size):
         with torch.enable_grad():
-            z = logits(leaves, part)
+            z = logits(given, part)
             value = of(z).sum()
             step = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
         torch._foreach_add_(*zip(*[(g, s) for g, s in zip(gradient, step, strict=True) if s is not None], strict=True))
         total += value.detach()
         outputs.append(z.detach())
-    return torch.cat(outputs), total, dict(zip(params, gradient, strict=True))
+    return torch.cat(outputs), total, dict(zip(leaves, gradient, strict=True))
 
 
 def no_steps(training: Training[Any]) -> str | None:

@@ -81,8 +81,9 @@ class Atp(Personalizer[AtpHyper]):
 
 
 def stepped(theta: State, gradient: State, rates: Tensor) -> State:
-    return {
-        name: value - rate * gradient[name] for (name, value), rate in zip(theta.items(), rates.tolist(), strict=True)
+    """theta after a step; buffers stay."""
+    return theta | {
+        name: theta[name] - rate * u for (name, u), rate in zip(gradient.items(), rates.tolist(), strict=True)
     }
 
 
@@ -116,7 +117,7 @@ class Rates(Fit):
         _, loss, slope = summed_gradient(
             lambda z: torch.nn.functional.cross_entropy(z, batch.y, reduction="none"), logits, adapted, batch.x
         )
-        gains = [(slope[name] * u[name]).sum().item() / len(batch.x) / math.sqrt(u[name].numel()) for name in theta]
+        gains = [(slope[name] * u[name]).sum().item() / len(batch.x) / math.sqrt(u[name].numel()) for name in u]
         return {"alpha": alpha + self.hyper.rate * torch.tensor(gains, dtype=torch.float64)}, loss / len(batch.x)
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:

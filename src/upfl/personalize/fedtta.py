@@ -12,6 +12,7 @@ be short and counts as much as the others (`norm = "batches"`). The form above h
 on the order of the samples. b is the training's `batch_size`; on a public set, where clients of different models learn
 their guides in other batches, that phase's (`training/hetero_fedtta.py`). 50 steps and the unadapted model as a
 candidate come from the authors' code; the paper's algorithm compares adapted models only (`candidates = "adapted"`).
+Steps and predictions are in evaluation mode: BatchNorm's running statistics are the federation's.
 """
 
 import math

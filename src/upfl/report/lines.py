@@ -211,8 +211,14 @@ def _by_partition(values: dict[Seeds, Any]) -> dict[int, dict[int, Any]]:
 def describe_model(model: ModelConfig) -> str:
     if model.sizes:
         return f"models of the sizes {', '.join(model.sizes)}"
-    width = f", {model.width:g} times the channels" if model.name == "convnet" and model.width != 1 else ""
-    return f"{'MLP' if model.name == 'mlp' else 'ConvNet'} with {model.hidden} hidden units{width}"
+    options = model.options
+    if model.name == "mlp":
+        return f"MLP with {options['hidden']} hidden units"
+    width = f"{options['width']:g} times the channels" if options.get("width", 1) != 1 else ""
+    if model.name == "convnet":
+        return f"ConvNet with {options['hidden']} hidden units{', ' if width else ''}{width}"
+    own = [f"{key} {value}" for key, value in options.items() if key != "width"]
+    return ", ".join([model.name, *own, *([width] if width else [])])
 
 
 def describe(partition: Partition) -> str:

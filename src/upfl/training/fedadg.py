@@ -14,7 +14,8 @@ has 10 dimensions, uniform on [0, 1]; the reference distribution is that of gene
 (an unconditional one would be wrong on clients with two classes): a linear projection, one hidden layer, a sigmoid. D,
 then F and C, then G are updated on each batch, G through D without detaching its output. G has one hidden layer of the
 features' size. Ours, where the paper is silent: labels are smoothed by 0.1; D's projection and hidden layer have 64
-units, and the projection is trained with the rest of D.
+units, and the projection is trained with the rest of D. Of a model with BatchNorm all updates see features under the
+batch's statistics; the step of F and C moves the running ones.
 """
 
 import torch
@@ -97,14 +98,14 @@ class FedADG(LocalTraining[FedADGHyper]):
         def judged(d: State, features: Tensor) -> Tensor:
             return self.discriminator.apply(d, torch.cat([features, labels], dim=1)).squeeze(1).sigmoid()
 
-        real, fake = self.extractor.apply(psi, batch.x), self.generator.apply(g, noise)
+        real, fake = self.extractor.batchwise(psi, batch.x), self.generator.apply(g, noise)
         _, gradient = gradients(
             lambda d: (((1 - judged(d, fake)).square() + judged(d, real).square()) * weight).sum(), d
         )
         sgd_(d, gradient, adversarial, hyper.weight_decay, hyper.clip)
 
         def classification(psi: State) -> Tensor:
-            features = self.extractor.apply(psi, batch.x)
+            features = self.extractor.learning(psi, batch.x)
             log_p = self.classifier.apply(psi, features).log_softmax(1)
             smoothed = (1 - hyper.smoothing) * labels + hyper.smoothing / self.task.classes
             cross_entropy = -(smoothed * log_p).sum(1)

@@ -5,13 +5,15 @@
     psi  <- psi + server_lr * mask * mean_i (psi_i - psi)
 
 threshold = 0 with server_lr = 1 is FedAvg, to the bit.
+
+Settled: buffers (running statistics) are averaged as they are: clients need not agree about them.
 """
 
 import torch
 from pydantic import Field
 
 from upfl.contract import Client, Total
-from upfl.state import State
+from upfl.state import State, is_buffer, trainable
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 
@@ -33,11 +35,14 @@ class FedGMA(FedAvg):
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         up, memory = super().finish(server, carry, client)
-        return up | {f"sign.{name}": up[name].sign().to(torch.int8) for name in server}, memory
+        return up | {f"sign.{name}": up[name].sign().to(torch.int8) for name in trainable(server)}, memory
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         result = {}
         for name, value in server.items():
+            if is_buffer(name):
+                result[name] = value + total.mean(name).to(value)
+                continue
             agreement = (total[f"sign.{name}"] / total.count).abs()
             mask = torch.where(agreement >= self.hyper.threshold, 1.0, agreement)
             result[name] = value + (self.hyper.server_lr * (mask * total.mean(name))).to(value)

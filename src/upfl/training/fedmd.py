@@ -30,7 +30,8 @@ from torch import Tensor
 from upfl.contract import Architecture, Batch, Client, Personalizer, Phase, Published, Task, Total, Training, Unlabelled
 from upfl.errors import ConfigError
 from upfl.models import Model
-from upfl.state import State, contiguous, prefixed, select, to_device
+from upfl.randomness import default_generator
+from upfl.state import State, contiguous, prefixed, select, to_device, trainable
 from upfl.training.base import LocalHyper, LocalTraining
 from upfl.training.sgd import divergence
 
@@ -62,6 +63,7 @@ class FedMD(Training[D]):
     starts_from_memory = True
     heterogeneous = True
     knowledge: ClassVar[tuple[str, ...]]  # of "base" and "personalized": logits before and after adaptation
+    learns: ClassVar[type[LocalTraining[Any]]]  # a student's local training
     adapts_by: ClassVar[str]  # the name of the personalizer that newcomers use, too
     adapt: Personalizer[Any]  # that personalizer: `methods.make_training` hands it in
 
@@ -77,6 +79,16 @@ class FedMD(Training[D]):
     def adapts_with(self) -> dict[str, Any]:
         """Hyper-parameters of that personalizer on the public set, where they are not its own."""
         return {}
+
+    @classmethod
+    def why_not(cls, task: Task) -> str | None:
+        told = {name: (one.model.shapes, one.model.describe()) for name, one in task.architectures.items()}
+        for name, (shapes, description) in told.items():
+            for other, (same, another) in told.items():
+                if name < other and shapes == same and description != another:
+                    return f"the sizes {name} and {other} are different models with the same parameters; rename some"
+        reasons = (cls.learns.why_not(Task(one.model, task.classes, 1)) for one in task.architectures.values())
+        return next((reason for reason in reasons if reason), None) or super().why_not(task)
 
     @abstractmethod
     def student(self, architecture: Architecture) -> Student: ...
@@ -138,7 +150,7 @@ class FedMD(Training[D]):
         carry = student.digest.carry(to_device(fresh, device))
         carry |= prefixed("teacher", taught)
         order = client.generator("digest")
-        with torch.no_grad():
+        with torch.no_grad(), default_generator(client.seed, "digest", client.id):
             for _ in range(self.hyper.newcomer_epochs):
                 shuffled = torch.randperm(len(public), generator=order).to(device)
                 for start in range(0, len(public), self.hyper.digest_batch):
@@ -147,6 +159,9 @@ class FedMD(Training[D]):
                     batch = Batch(x, torch.zeros_like(index), index=index)
                     carry, _ = student.digest.step(carry, batch, published.round)
         return {name: carry[name] for name in fresh}
+
+    def model_of(self, params: State) -> Model:
+        return self._student_of(params).revisit.model
 
     @property
     def client_models(self) -> dict[str, Model]:
@@ -176,7 +191,7 @@ class FedMD(Training[D]):
 
     def _student_of(self, psi: State) -> Student:
         """Parameters tell their architecture by their shapes; where two agree in all, they are the same model."""
-        shapes = {name: tuple(value.shape) for name, value in psi.items()}
+        shapes = {name: tuple(value.shape) for name, value in trainable(psi).items()}
         return next(student for student in self.students.values() if student.revisit.model.shapes == shapes)
 
 

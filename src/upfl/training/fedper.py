@@ -6,38 +6,55 @@ A newcomer has no personal layers. PFL-Sampled and PFL-Ensemble (`personalize/pf
 clients' own: the only two rows for which layers that may tell about a client's data leave it, and only through
 `publish`.
 
-Settled: personal layers start from (seed, client).
+Settled: personal layers start from (seed, client). Buffers (running statistics) are shared, unless `personal` says
+otherwise: `personal = ["*norm*"]` keeps normalisation layers on the client as FedBN does (Li et al., ICLR 2021).
 """
 
+from fnmatch import fnmatch
+
 import torch
+from pydantic import Field
 
 from upfl.contract import Client, Published, Task, Unlabelled
-from upfl.state import State, select, to_device
+from upfl.errors import ConfigError
+from upfl.models import Model
+from upfl.state import BUFFERS, State, select, to_device
 from upfl.training.fedavg import FedAvg, FedAvgHyper
+
+
+class FedPerHyper(FedAvgHyper):
+    personal: tuple[str, ...] | None = Field(
+        None, description="patterns of parameters that stay on the client; where silent, of its linear layers"
+    )
 
 
 class FedPer(FedAvg):
     name = "fedper"
     title = "FedPer"
+    Hyper = FedPerHyper
     records = True
+    hyper: FedPerHyper
     remembers = True
     starts_from_memory = True
     publishes_memory = True
     serves_newcomers = False
 
-    def __init__(self, task: Task, hyper: FedAvgHyper) -> None:
+    def __init__(self, task: Task, hyper: FedPerHyper) -> None:
         super().__init__(task, hyper)
-        kinds = task.model.kinds
-        linear = [layer for layer, kind in kinds.items() if kind == "linear"]
-        own = linear if "convolution" in kinds.values() else linear[-1:]
-        self.personal = {name for name in task.model.shapes if name.rpartition(".")[0] in own}
+        self.personal = set(_personal(task.model, hyper.personal))
+        if not self.personal or self.personal.issuperset(task.model.shapes):
+            which = "all" if self.personal else "none"
+            raise ConfigError(
+                f"fedper.personal: {which} of the model's parameters would be personal; they are called "
+                f"{', '.join(task.model.shapes)}"
+            )
 
     def init(self, generator: torch.Generator) -> State:
         return {f"psi.{name}": value for name, value in self.model.init(generator).items() if name not in self.personal}
 
     def memory(self, client: Client) -> State:
         fresh = self.model.init(client.generator("personal layers"))
-        return {f"psi.{name}": fresh[name] for name in self.model.shapes if name in self.personal}
+        return {f"psi.{name}": value for name, value in fresh.items() if name in self.personal}
 
     def begin(self, server: State, memory: State, client: Client) -> State:
         own = {name: value.to(next(iter(server.values()))) for name, value in memory.items()}
@@ -53,4 +70,14 @@ class FedPer(FedAvg):
         return self.model.layout(select(self._ordered(published.state | own), "psi"))
 
     def _ordered(self, state: State) -> State:
-        return {f"psi.{name}": state[f"psi.{name}"] for name in self.model.shapes}
+        return {f"psi.{name}": state[f"psi.{name}"] for name in (*self.model.shapes, *self.model.buffers)}
+
+
+def _personal(model: Model, patterns: tuple[str, ...] | None) -> list[str]:
+    """What stays on the client: what patterns name, or the linear layers behind convolutions, or the last layer."""
+    if patterns is not None:
+        names = (*model.shapes, *model.buffers)
+        return [name for name in names if any(fnmatch(name.removeprefix(BUFFERS), one) for one in patterns)]
+    linear = [layer for layer, kind in model.kinds.items() if kind == "linear"]
+    own = linear if "convolution" in model.kinds.values() else linear[-1:]
+    return [name for name in model.shapes if name.rpartition(".")[0] in own]

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client
-from upfl.state import State, combined, prefixed, select
+from upfl.state import State, combined, prefixed, select, trainable
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.sgd import cross_entropy, sgd_
 
@@ -39,7 +39,8 @@ class FedProx(FedAvg):
         hyper, psi, received = self.hyper, select(carry, "psi"), select(carry, "received")
         trace = self.model.trace(psi, batch.x)
         loss, dz = cross_entropy(trace.output, batch)
-        away = combined(list(psi.values()), hyper.mu, [received[name] for name in psi], -hyper.mu)
-        gradient = trace.backward(dz, plus=(dict(zip(psi, away, strict=True)), 1.0))
+        own = trainable(psi)
+        away = combined(list(own.values()), hyper.mu, [received[name] for name in own], -hyper.mu)
+        gradient = trace.backward(dz, plus=(dict(zip(own, away, strict=True)), 1.0))
         sgd_(psi, gradient, hyper.rate(hyper.lr, round), hyper.weight_decay, hyper.clip)
         return carry, loss

@@ -20,7 +20,8 @@ J d is one forward product; both derivatives of <u, J d> through g are one more 
 Settled: weight decay in the inner step, no clipping there, phi with momentum 0.9 that restarts every round (authors'
 code); the norm is sqrt(sum s^2 + 1e-12), whose second derivative exists at zero; KL is the mean over samples; the
 authors' code takes the reverse divergence (`kl = "reverse"`). `second_order = false` drops the Hessian term from psi's
-gradient; phi's stays exact.
+gradient; phi's stays exact. Of a model with BatchNorm, both passes take the batch's statistics, the pass at psi moves
+the running ones, and Z. is normalised by the batch, too, so that the term is zero where nothing has moved.
 """
 
 from typing import Literal
@@ -55,6 +56,10 @@ class FedTTA(LocalTraining[FedTTAHyper]):
     def __init__(self, task: Task, hyper: FedTTAHyper) -> None:
         super().__init__(task, hyper)
         self.g = self.adaptation = adaptation_model(task.classes, hyper.adaptation_width)
+
+    @classmethod
+    def why_not(cls, task: Task) -> str | None:
+        return task.model.why_not_twice() or super().why_not(task)
 
     def init(self, generator: torch.Generator) -> State:
         return super().init(generator) | prefixed("phi", self.g.init(generator))
@@ -143,5 +148,5 @@ class FedTTAProx(FedTTA):
         return super().step_cost + (1 if self.hyper.second_order else 3) / 3
 
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        received = self.model.apply(select(carry, "received"), batch.x)
+        received = self.model.batchwise(select(carry, "received"), batch.x)
         return divergence(logits, received, batch.weight() * self.hyper.mu, own_first=self.hyper.kl == "forward")

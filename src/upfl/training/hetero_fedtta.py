@@ -51,6 +51,7 @@ class HeteroFedTTA(FedMD[HeteroFedTTAHyper]):
     title = "HeteroFedTTA"
     Hyper = HeteroFedTTAHyper
     adapts_by = "one-step"
+    learns = FedTTA
     knowledge = ("base", "personalized")
 
     def __init__(self, task: Task, hyper: HeteroFedTTAHyper) -> None:

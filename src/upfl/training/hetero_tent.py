@@ -35,6 +35,7 @@ class HeteroTent(FedMD[HeteroTentHyper]):
     title = "heterogeneous TENT"
     Hyper = HeteroTentHyper
     adapts_by = "tent"
+    learns = FedAvg
     knowledge = ("personalized",)
 
     def student(self, architecture: Architecture) -> Student:

@@ -70,6 +70,10 @@ class OdpflHn(FedAvg):
 
     @classmethod
     def why_not(cls, task: Task) -> str | None:
+        if task.model.buffers:
+            return "a hypernetwork makes parameters, and this model has running statistics or frozen parameters, too"
+        if task.model.random:
+            return "its encoder is made of the model, and must not draw random numbers as dropout does"
         if embedding(task.model, 1) is None:
             return "it makes an encoder of the model's layers up to the last, which must be linear"
         return super().why_not(task)

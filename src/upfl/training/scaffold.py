@@ -7,7 +7,8 @@
 x is psi; c lives on the server, c_i on the client; N counts all clients, whether they take part or not.
 
 Settled: g is clipped before the correction is added; weight decay belongs to g and is not clipped. With c = c_i = 0 and
-server_lr = 1 the first round is FedAvg's, to the bit.
+server_lr = 1 the first round is FedAvg's, to the bit. Buffers (running statistics) have no control variates: the server
+takes their mean.
 """
 
 import torch
@@ -15,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client, Total
-from upfl.state import State, contiguous, prefixed, select
+from upfl.state import State, contiguous, is_buffer, prefixed, select, trainable
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.sgd import cross_entropy, sgd_
 
@@ -34,7 +35,8 @@ class Scaffold(FedAvg):
 
     def init(self, generator: torch.Generator) -> State:
         state = super().init(generator)
-        return state | {f"control.{name}": torch.zeros_like(value) for name, value in select(state, "psi").items()}
+        own = trainable(select(state, "psi"))
+        return state | {f"control.{name}": torch.zeros_like(value) for name, value in own.items()}
 
     def memory(self, client: Client) -> State:
         return {f"control.{name}": torch.zeros(shape) for name, shape in self.model.shapes.items()}
@@ -53,8 +55,8 @@ class Scaffold(FedAvg):
         lr = hyper.rate(hyper.lr, round)
         sgd_(psi, trace.backward(dz), lr, hyper.weight_decay, hyper.clip)
         correction = select(carry, "correction")
-        for name, value in psi.items():
-            value.sub_(correction[name], alpha=lr)
+        for name, change in correction.items():
+            psi[name].sub_(change, alpha=lr)
         return carry, loss
 
     @property
@@ -66,7 +68,7 @@ class Scaffold(FedAvg):
         up, _ = super().finish(psi, carry, client)
         steps = self.hyper.iterations * self.hyper.rate(self.hyper.lr, client.round)
         change, own = {}, {}
-        for name, value in psi.items():
+        for name, value in trainable(psi).items():
             control = name.replace("psi.", "control.", 1)
             change[control] = (value - carry[name]) / steps - server[control]
             own[control] = carry[f"own.{control}"] + change[control]
@@ -77,6 +79,7 @@ class Scaffold(FedAvg):
         controls = prefixed("control", select(server, "control"))
         mean = {name: total.mean(name).to(value) for name, value in psi.items()}
         change = {name: (total[name] / self.task.clients).to(value) for name, value in controls.items()}
-        return {name: value + self.hyper.server_lr * mean[name] for name, value in psi.items()} | {
+        lr = self.hyper.server_lr
+        return {name: value + (1 if is_buffer(name) else lr) * mean[name] for name, value in psi.items()} | {
             name: value + change[name] for name, value in controls.items()
         }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from upfl.contract import Batch
 from upfl.models import Direction, split
-from upfl.state import State, move_, norm
+from upfl.state import State, move_, norm, trainable
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -37,10 +37,13 @@ def divergence(logits: Tensor, others: Tensor, weight: Tensor, own_first: bool) 
 
 
 def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, State]:
-    """A loss and its gradient by autograd, for steps whose derivatives are not written out."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    """A loss and its gradient by autograd, for steps whose derivatives are not written out.
+
+    Buffers are handed to the loss as they are, which may update them, and have no gradient.
+    """
+    leaves = {name: value.detach().requires_grad_() for name, value in trainable(params).items()}
     with torch.enable_grad():
-        value = loss(leaves)
+        value = loss({name: leaves.get(name, value) for name, value in params.items()})
         found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return value.detach(), dict(zip(leaves, found, strict=True))
 

@@ -1,0 +1,183 @@
+"""Any torch.nn.Module as a model: its derivatives, its head, its random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import plugin_models
+from tests.modules import SHAPE, as_it_is, batch, own
+from tests.reference import CLASSES, MetaStep, Somebody, difference, distance, doubled
+from upfl import models
+from upfl.contract import Batch, Task
+from upfl.engine.fold import FixedPointSum
+from upfl.methods import TRAININGS, make_training
+from upfl.models import Model, convnet, mlp
+from upfl.models.resnet import resnet8
+from upfl.randomness import generator
+from upfl.state import State, is_buffer, select, trainable
+from upfl.training.fedavg import FedAvg
+from upfl.training.fedtta import FedTTA, FedTTAProx
+from upfl.training.sgd import gradients
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "resnet8": lambda: resnet8(SHAPE, CLASSES, 0.5),
+    "own-batchnorm": lambda: plugin_models.BatchNormNet(SHAPE, CLASSES),
+    "own-convnet": lambda: plugin_models.Convnet(SHAPE, CLASSES),
+}
+
+
+def model_of(name: str) -> Model:
+    return own(name, width=0.5) if name == "resnet8" else own(name)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-9)], ids=["single", "double"])
+@pytest.mark.parametrize("kind", [FedTTA, FedTTAProx])
+def test_fedttas_step_on_a_module_is_autograds(name: str, dtype: torch.dtype, close: float, kind: Any) -> None:
+    """Second order, against torch.autograd.grad(create_graph=True) through the inner step."""
+    # phi moves far enough for its change to be seen in single precision
+    hyper = kind.Hyper(adapt_lr=1.0, **({"mu": 0.5} if kind is FedTTAProx else {}))
+    training = kind(Task(model_of(name), CLASSES, 2), hyper)
+    server = {key: value.to(dtype) for key, value in training.init(generator(3)).items()}
+    carry = training.begin(server, {}, Somebody())
+    carry, _ = training.step(carry, batch(12, 1, dtype), 0)
+    psi, phi = doubled(select(server, "psi")), doubled(select(server, "phi"))
+    moving, still = trainable(psi), {key: value for key, value in psi.items() if is_buffer(key)}
+    forward = as_it_is(NETS[name]().double())
+    reference = MetaStep(lambda params, x: forward(params | still, x), adapt_lr=1.0, mu=getattr(hyper, "mu", 0.0))
+    expected = reference.run(moving, phi, [batch(12, 1, torch.float64)])
+    for ours, theirs, before in (
+        (trainable(select(carry, "psi")), expected.psi, moving),
+        (select(carry, "phi"), expected.phi, phi),
+    ):
+        assert distance(doubled(ours), theirs, scale=difference(theirs, before)) < close
+
+
+BUILT_IN = {"own-mlp": mlp(128, (16, 16), CLASSES), "own-convnet": convnet(SHAPE, CLASSES, 16, 0.25)}
+PLAIN = ("fedavg", "fedprox", "scaffold", "afl", "fedgma", "fedper", "fedadg", "fedtta", "fedtta-prox")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize("wrapped", BUILT_IN)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_wrapped_model_trains_as_the_built_in_one(name: str, wrapped: str, dtype: torch.dtype) -> None:
+    """A round of two clients; what is left out are FedSR, which takes chains of layers alone, and ODPFL-HN, whose
+    encoder is another one."""
+    ends, built_in = [], BUILT_IN[wrapped]
+    first = make_training(name, Task(built_in, CLASSES, 2), TRAININGS[name].Hyper())
+    start = first.init(generator(0))
+    for model in (built_in, own(wrapped)):
+        training = make_training(name, Task(model, CLASSES, 2), TRAININGS[name].Hyper(iterations=3, batch_size=10))
+        server = {key: value.to(dtype) for key, value in start.items()}
+        ends.append(a_round(training, server, dtype, first))
+    assert ends[0].keys() == ends[1].keys()
+    moved = difference(ends[0], {key: value.to(dtype) for key, value in start.items()})
+    assert distance(ends[1], ends[0], scale=ends[0]) < (1e-6 if dtype == torch.float32 else 1e-12)
+    assert max(float(value.abs().max()) for value in moved.values()) > 1e-4, "nothing was learned"
+
+
+def a_round(training: Any, server: State, dtype: torch.dtype, first: Any) -> State:
+    ups = []
+    for id in (0, 1):
+        client = Given(id=id, dtype=dtype)
+        memory = {key: value.to(dtype) for key, value in first.memory(client).items()}
+        carry = training.begin(server, memory, client)
+        with torch.no_grad():
+            for phase in training.phases(0):
+                for one in client.phase(phase):
+                    carry, _ = phase.step(carry, one, 0)
+            ups.append(dict(training.finish(server, carry, client)[0]))
+    total = FixedPointSum(ups[0], 2, training.scales)
+    for up in ups:
+        total.add(up)
+    total.merged()
+    after: State = training.aggregate(server, total, 0)
+    return after
+
+
+class Given(Somebody):
+    """A client with random samples."""
+
+    def __init__(self, id: int, dtype: torch.dtype) -> None:
+        super().__init__(id=id)
+        object.__setattr__(self, "dtype", dtype)
+
+    def phase(self, phase: Any) -> list[Batch]:
+        made = []
+        for i in range(phase.iterations):
+            one = batch(phase.batch_size, 10 * self.id + i, self.dtype)  # type: ignore[attr-defined]
+            noise = {
+                key: torch.rand(len(one.y), wanted.size, generator=generator(i, key)).to(one.x)
+                for key, wanted in phase.noise.items()
+            }
+            made.append(Batch(one.x, one.y, noise=noise))
+        return made
+
+    def batches(self, split: Any, size: int) -> Any:
+        yield batch(self.count, 10 * self.id, self.dtype)  # type: ignore[attr-defined]
+
+
+def test_initialisation_is_a_function_of_the_seed_and_leaves_the_default_generator_alone() -> None:
+    model = own("own-dropout")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = model.init(generator(5, "init"))
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    second, other = model.init(generator(5, "init")), model.init(generator(6, "init"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_a_module_that_draws_says_so_and_predicts_without() -> None:
+    assert own("own-dropout").random
+    assert not own("own-dropout", rate=0.0).random
+    assert not own("own-batchnorm").random
+    model = own("own-dropout")
+    params, x = model.init(generator(0)), batch(6, 0).x
+    assert torch.equal(model.apply(params, x), model.apply(params, x))
+    assert not torch.equal(model.learning(params, x), model.learning(params, x))
+
+
+def test_gradients_that_are_one_tensor_are_told_apart() -> None:
+    """W1 + W2: autograd hands out the same tensor for both, and an update overwrites what it is given."""
+
+    class Twins(nn.Module):
+        def __init__(self, shape: Any, classes: int) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(classes, 128) / 9) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) @ (self.a + self.b).t()
+
+    models.register("twins", Twins)
+    training = FedAvg(Task(own("twins"), CLASSES, 2), FedAvg.Hyper(clip=0.1, weight_decay=0.0, lr=1.0))
+    server, one = training.init(generator(0)), batch(8, 0)
+    carry, _ = training.step(training.begin(server, {}, Somebody()), one, 0)
+    change = difference(select(carry, "psi"), select(server, "psi"))
+    _, expected = gradients(
+        lambda psi: F.cross_entropy(own("twins").learning(psi, one.x), one.y), select(server, "psi")
+    )
+    torch.testing.assert_close(change["a"], change["b"])
+    size = torch.sqrt(2 * expected["a"].double().square().sum())
+    torch.testing.assert_close(change["a"], -0.1 * expected["a"].double() / size, rtol=1e-3, atol=1e-7)
+
+
+def test_the_head_is_what_makes_logits_of_the_features() -> None:
+    for name, head in (("own-mlp", "fc3"), ("own-batchnorm", "10"), ("resnet8", "head")):
+        model = own(name)
+        assert model.head == head
+        params, x = model.init(generator(0)), batch(6, 0).x
+        features = model.features(params, x)
+        logits = F.linear(features, params[f"{head}.weight"], params[f"{head}.bias"])
+        torch.testing.assert_close(logits, model.apply(params, x))
+    models.register("headless", lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(128, classes), nn.Tanh()))
+    assert own("headless").head is None
