@@ -136,6 +136,11 @@ def config_of(name: str, **options: Any) -> Config:
     return configure(name, "digits", profile="smoke", settings=settings, **scale)
 
 
+def briefly(name: str, **options: Any) -> Config:
+    """The same, scored without fits: for what does not depend on scores."""
+    return config_of(name, score=[key for key in SCORED[name] if not _is_fitted(key)], **options)
+
+
 def train_one(training: Training[Any], server: State, memory: State, client: LocalClient) -> tuple[State, State]:
     """A client's round by the contract: what goes up, what the client keeps."""
     carry = training.begin(server, memory, client)

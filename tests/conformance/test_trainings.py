@@ -12,7 +12,7 @@ from tests.conformance.common import (
     CPU,
     Parts,
     assert_storable,
-    config_of,
+    briefly,
     folded,
     of_every_training,
     of_remembering_trainings,
@@ -171,7 +171,7 @@ def test_memory_comes_back_from_the_run_folder_as_it_went(name: str, parts: Part
 @of_remembering_trainings
 def test_a_first_memory_is_the_seeds_and_the_clients_whenever_it_is_made(name: str, tmp_path: Path) -> None:
     """A client that has not taken part yet is scored in several rounds: each time with the same memory."""
-    engine = begun(config_of(name, rounds=1, clients_per_round=1), tmp_path / "run")
+    engine = begun(briefly(name, rounds=1, clients_per_round=1), tmp_path / "run")
     engine.run()
     idle = next(i for i in range(CLIENTS) if int(engine.progress.memory_rounds[i]) < 0)
     assert_same_bits(engine.cohort.memory(idle), engine.training.memory(engine.setup.client(idle, 0)))
@@ -181,7 +181,7 @@ def test_a_first_memory_is_the_seeds_and_the_clients_whenever_it_is_made(name: s
 @of_remembering_trainings
 def test_each_client_has_the_memory_of_its_own_last_round(name: str, tmp_path: Path) -> None:
     """The run's memories are those of clients trained by the contract, one round after another."""
-    config = config_of(name, clients_per_round=2)
+    config = briefly(name, clients_per_round=2)
     engine = begun(config, tmp_path / "run")
     training, server = engine.training, engine.training.init(generator(config.seed, "init"))
     memories: dict[int, State] = {}
