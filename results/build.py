@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from upfl.errors import RunError, UpflError
-from upfl.report import figures, formats, tables
+from upfl.report import figures, rendering, tables
 from upfl.report.collect import METRICS_PACKED, Collected, collect, names
 from upfl.report.lines import Setting, arrange
 
@@ -104,16 +104,16 @@ def _collected(folder: Path) -> Collected:
 
 
 def _accuracy(page: Path, name: str, settings: Sequence[Setting]) -> str:
-    return "\n".join(formats.markdown(tables.setting_table(setting, name, None)) for setting in settings)
+    return "\n".join(rendering.markdown(tables.setting_table(setting, name, None)) for setting in settings)
 
 
 def _clients(page: Path, name: str, settings: Sequence[Setting]) -> str:
-    return "\n".join(formats.markdown(tables.clients_table(setting, name, None)) for setting in settings)
+    return "\n".join(rendering.markdown(tables.clients_table(setting, name, None)) for setting in settings)
 
 
 def _newcomers(page: Path, name: str, settings: Sequence[Setting]) -> str:
     return "\n".join(
-        formats.markdown(tables.newcomers_table(setting, name, variable))
+        rendering.markdown(tables.newcomers_table(setting, name, variable))
         for setting in settings
         for variable in tables.newcomer_variables(setting)
     )
@@ -122,7 +122,7 @@ def _newcomers(page: Path, name: str, settings: Sequence[Setting]) -> str:
 def _costs(page: Path, name: str, settings: Sequence[Setting]) -> str:
     runs = [run for setting in settings for run in setting.runs]
     table = tables.cost_table(runs, names(runs))
-    return formats.markdown(replace(table, notes=table.notes[:1]))
+    return rendering.markdown(replace(table, notes=table.notes[:1]))
 
 
 def _curves(page: Path, name: str, settings: Sequence[Setting]) -> str:
