@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.reference import CASES, Case
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
@@ -14,6 +16,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    """A small model of each kind, with its forward pass written anew."""
+    return CASES[request.param]
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from tests.reference import CASES, Case, Params, descend, difference, distance, gradient, norm
+from tests.reference import Case, Params, descend, difference, distance, gradient, norm
 from upfl.config import configure
 from upfl.models import Layered, Linear, adaptation_model, convnet, mlp, split
 from upfl.randomness import generator
@@ -24,11 +24,6 @@ SHAPES = {
     "cifar100": ((3, 32, 32), 100),
     "femnist": ((1, 28, 28), 62),
 }
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
 
 
 # Sizes

@@ -1,95 +1,35 @@
-"""Personalizers against references, on hand-made situations, and what they must not be able to know."""
+"""FedTTA's guided step and early stopping, against references and on hand-made situations."""
 
-import ast
-import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import upfl
+from tests.helpers.personalize import assert_logits, fedavg, fedtta, personalize, psi_of, publish
 from tests.reference import (
     CASES,
-    CLASSES,
     Case,
     Params,
-    difference,
-    distance,
     doubled,
     entropy_in_bits,
-    entropy_step,
-    forward_mlp,
     guide_gradient_norm,
     guided_step,
     guided_step_by_batches,
 )
-from upfl.contract import Personalized, Published, Task, Training, Unlabelled
+from upfl.contract import Personalized, Published, Task
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, make_personalizer
 from upfl.models import mlp
 from upfl.randomness import generator
-from upfl.state import State, select
-from upfl.training.fedavg import FedAvg, FedAvgHyper
-from upfl.training.fedtta import FedTTA, FedTTAHyper, FedTTAProx, FedTTAProxHyper
+from upfl.state import select
+from upfl.training.fedtta import FedTTAProx, FedTTAProxHyper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
-
-
-def fedavg(case: Case, **hyper: Any) -> FedAvg:
-    return FedAvg(Task(case.model, CLASSES, 3), FedAvgHyper(**hyper))
-
-
-def fedtta(case: Case, **hyper: Any) -> FedTTA:
-    return FedTTA(Task(case.model, CLASSES, 3), FedTTAHyper(**hyper))
-
-
-def publish(training: Training[Any], round: int, phi_scale: float = 1.0, psi_scale: float = 1.0) -> Published:
-    """An untrained model, with its parts scaled so that a case is what it says."""
-    state = training.init(generator(7))
-    scaled = {name: value * (phi_scale if name.startswith("phi.") else psi_scale) for name, value in state.items()}
-    return Published(training.publish(scaled), round)
-
-
-def personalize(name: str, training: Training[Any], published: Published, x: Tensor, **hyper: Any) -> Personalized:
-    personalizer = make_personalizer(name, training, PERSONALIZERS[name].Hyper(**hyper))
-    return personalizer.personalize(published, Unlabelled(0, x))
-
-
-def psi_of(published: Published) -> Params:
-    return doubled(select(published.state, "psi"))
-
-
 def phi_of(published: Published) -> Params:
     return doubled(select(published.state, "phi"))
-
-
-def assert_logits(ours: Tensor, expected: Tensor, before: Tensor) -> None:
-    """The step's effect, not only the logits that it hardly moves, agrees."""
-    moved = (expected - before).norm()
-    assert moved > 0.01 * before.norm() / math.sqrt(len(before)), "the step does nothing"
-    assert (ours.double() - expected).norm() < 1e-4 * moved
-
-
-# No personalization
-
-
-def test_none_returns_the_published_models_logits(case: Case) -> None:
-    training = fedavg(case)
-    published = publish(training, 5)
-    x = case.x(600, 1, torch.float32)
-    personalized = personalize("none", training, published, x)
-    expected = case.forward(select(published.state, "psi"), x)
-    torch.testing.assert_close(personalized.logits, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(personalized.before, expected, rtol=1e-5, atol=1e-6)
-    assert personalized.diary.steps == 0
 
 
 # One step
@@ -198,7 +138,8 @@ def binary_entropy(gap: float) -> float:
 # From a gap of 0.8 by steps of 0.5: the entropy rises to the third model, falls, and is least at the fifth, where the
 # first logit is zero and the guide falls silent.
 HILL: dict[str, Any] = {"first": 2.0, "second": 1.2, "step": 0.5}
-HILL_GAPS = [0.8, 0.3, -0.2, -0.7, -1.2]
+
+
 # From a gap of -0.2: the entropy falls from the start until the guide falls silent after four steps.
 SLOPE: dict[str, Any] = {"first": 2.0, "second": 2.2, "step": 0.5}
 SLOPE_GAPS = [-0.2, -0.7, -1.2, -1.7, -2.2]
@@ -311,67 +252,6 @@ def test_each_of_the_steps_is_the_one_steps(case: Case) -> None:
     assert_logits(personalized.logits, case.forward(kept, x), case.forward(psi, x))
 
 
-# TENT
-
-
-@pytest.mark.parametrize(
-    "hyper",
-    [{}, {"steps": 3}, {"clip": 0.01}, {"weight_decay": 0.05}, {"lr": 0.7}, {"parameters": "last"}],
-    ids=str,
-)
-@pytest.mark.parametrize("n", [1, 20, 600])
-def test_tent_descends_the_mean_entropy_in_bits(case: Case, n: int, hyper: dict[str, Any]) -> None:
-    training = fedavg(case, lr=0.9)
-    published = publish(training, 33, psi_scale=3.0)
-    x = case.x(n, 1)
-    psi = psi_of(published)
-    rate = (hyper.get("lr") or 0.9) * (1 if "lr" in hyper else 0.99**3.3)
-    last = "fc3" if case is CASES["mlp"] else "fc2"
-    adapted = psi
-    for _ in range(hyper.get("steps", 1)):
-        adapted = entropy_step(
-            case.forward,
-            adapted,
-            x,
-            rate,
-            hyper.get("weight_decay", 1e-4),
-            hyper.get("clip", 10.0),
-            only=last if "parameters" in hyper else "",
-        )
-    personalized = personalize("tent", training, published, x.float(), **hyper)
-    before, expected = case.forward(psi, x), case.forward(adapted, x)
-    assert (personalized.logits.double() - expected).norm() < 1e-3 * (expected - before).norm() + 1e-6
-    assert personalized.diary.steps == hyper.get("steps", 1)
-
-
-def test_tents_gradient_is_clipped_to_ten_by_default() -> None:
-    """Large features and a last layer small enough for soft predictions: the entropy is steep."""
-    case = CASES["mlp"]
-    training = fedavg(case, lr=0.01)
-    factors = {"fc1": 20.0, "fc2": 20.0, "fc3": 0.02}
-    state = training.init(generator(7))
-    published = Published({name: value * factors[name.split(".")[1]] for name, value in state.items()}, 0)
-    x, psi = case.x(30, 1), psi_of(published)
-    clipped = entropy_step(case.forward, psi, x, 0.01, 1e-4, 10.0)
-    unclipped = entropy_step(case.forward, psi, x, 0.01, 1e-4, math.inf)
-    assert distance(difference(clipped, psi), difference(unclipped, psi)) > 0.1, "the case does not clip"
-    personalized = personalize("tent", training, published, x.float())
-    assert_logits(personalized.logits, case.forward(clipped, x), case.forward(psi, x))
-
-
-def test_tent_with_no_step_is_no_personalization(case: Case) -> None:
-    training = fedavg(case)
-    x = case.x(20, 1, torch.float32)
-    personalized = personalize("tent", training, publish(training, 0), x, steps=0)
-    assert torch.equal(personalized.logits, personalized.before)
-
-
-def test_tent_says_that_there_are_no_normalisation_layers_to_adapt(case: Case) -> None:
-    training = fedavg(case)
-    with pytest.raises(ConfigError, match="norm"):
-        personalize("tent", training, publish(training, 0), case.x(3, 1, torch.float32), parameters="norm")
-
-
 # What fits
 
 
@@ -381,88 +261,3 @@ def test_guided_steps_do_not_fit_a_training_without_a_guide(name: str) -> None:
     assert PERSONALIZERS[name].why_not(training)
     with pytest.raises(ConfigError, match=f"{name}.*fedavg"):
         make_personalizer(name, training, PERSONALIZERS[name].Hyper())
-
-
-# What a personalizer cannot know
-
-
-def test_a_personalizers_client_has_no_place_for_labels() -> None:
-    assert {field.name for field in dataclasses.fields(Unlabelled)} == {"id", "x", "seed", "architecture"}
-    public = {name for name in dir(Unlabelled) if not name.startswith("_")}
-    assert public <= {"id", "x", "seed", "architecture", "generator"}
-    with pytest.raises(TypeError):
-        Unlabelled(0, torch.zeros(1), 0, y=torch.zeros(1))  # type: ignore[call-arg]
-    with pytest.raises(AttributeError):
-        Unlabelled(0, torch.zeros(1)).y = torch.zeros(1)  # type: ignore[attr-defined]
-
-
-ALLOWED = {
-    *("abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "operator", "typing"),
-    *("__future__", "pydantic", "torch"),
-}
-ALLOWED_OWN = (
-    *("upfl.errors", "upfl.models", "upfl.randomness", "upfl.state", "upfl.suggest"),
-    *("upfl.contract", "upfl.training", "upfl.personalize"),
-)
-FORBIDDEN_TORCH = ("torch.utils", "torch.distributed", "torch.hub", "torch.multiprocessing", "torch.serialization")
-FORBIDDEN_CALLS = {"open", "exec", "eval", "compile", "__import__", "input"}
-FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("torch", "from_file"), ("torch", "hub")}
-
-
-def source_files(*packages: str) -> list[Path]:
-    root = Path(upfl.__file__).parent
-    files = [path for package in packages for path in sorted((root / package).rglob("*.py"))]
-    assert len(files) >= 2 * len(packages)
-    return files
-
-
-def imported(tree: ast.Module, package: str) -> set[str]:
-    """Every module that a file may import, wherever the statement stands."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            # `from upfl import data` imports a module, too.
-            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "upfl" else {module}
-    return names
-
-
-@pytest.mark.parametrize("package", ["contract", "personalize", "training"])
-def test_methods_import_neither_data_nor_engine_nor_files_nor_network(package: str) -> None:
-    for path in source_files(package):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for module in imported(tree, f"upfl.{package}"):
-            where = f"{path.name} imports {module}"
-            if module.split(".")[0] == "upfl":
-                assert any(module == own or module.startswith(f"{own}.") for own in ALLOWED_OWN), where
-            else:
-                assert module.split(".")[0] in ALLOWED, where
-                assert not module.startswith(FORBIDDEN_TORCH), where
-
-
-@pytest.mark.parametrize("package", ["contract", "personalize", "training"])
-def test_methods_open_nothing(package: str) -> None:
-    for path in source_files(package):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Name):
-                assert node.id not in FORBIDDEN_CALLS, f"{path.name} uses {node.id}"
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                assert (node.value.id, node.attr) not in FORBIDDEN_ATTRIBUTES, f"{path.name} uses torch.{node.attr}"
-
-
-# State for State's sake
-
-
-def test_logits_before_and_after_are_the_clients_own_in_order() -> None:
-    case = CASES["mlp"]
-    training = fedtta(case, inner_lr=0.5)
-    published = publish(training, 0)
-    x = case.x(300, 1, torch.float32)
-    personalized = personalize("one-step", training, published, x)
-    alone: State = select(published.state, "psi")
-    torch.testing.assert_close(personalized.before[270:], forward_mlp(alone, x[270:]), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(personalized.logits[270:], personalized.predict_logits(x[270:]), rtol=1e-4, atol=1e-5)
-    assert torch.equal(personalized.predict(x), personalized.logits.argmax(1))

@@ -1,0 +1,215 @@
+"""The whole correction for label shift, against the method card in slow loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import digamma, gammaln
+
+from tests.helpers.class_mix import STRENGTHS, calibrated_as, newcomer, only_new, personalize, posterior_of
+from tests.synthetic import Floats, draw, even, pairs, world
+from upfl.contract import Unlabelled
+from upfl.errors import RunError
+from upfl.personalize import class_mix
+from upfl.personalize.calibration import Calibrator
+from upfl.personalize.class_mix import expectation_maximisation
+from upfl.randomness import generator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+CORRECTIONS = ("calibrated", "label-shift", "em", "map-em", "bbse")
+
+
+# The whole correction, against the method card in slow loops
+
+
+def slow_label_shift(p: Floats, pi: Floats, s_min: float) -> tuple[Floats, Floats]:
+    """(r, q): step 2 and 3 of the card, 60 sweeps, a sample and a class at a time."""
+    n, classes = p.shape
+    found: dict[float, tuple[float, Floats, Floats]] = {math.inf: (0.0, p, pi)}
+    for s in (s for s in STRENGTHS if s >= s_min):
+        r = p.copy()
+        for _ in range(60):
+            counts = r.sum(0)
+            for i in range(n):
+                score = [math.log(p[i, c] / pi[c]) + digamma(s * pi[c] + counts[c]) for c in range(classes)]
+                weights = [math.exp(one - max(score)) for one in score]
+                r[i] = [weight / sum(weights) for weight in weights]
+        counts = r.sum(0)
+        fit = sum(
+            r[i, c] * (math.log(p[i, c] / pi[c]) - math.log(r[i, c]))
+            for i in range(n)
+            for c in range(classes)
+            if r[i, c] > 0
+        )
+        prior = sum(gammaln(s * pi[c] + counts[c]) - gammaln(s * pi[c]) for c in range(classes))
+        evidence = fit + prior + gammaln(s) - gammaln(s + n)
+        found[s] = (float(evidence), r, (s * pi + counts) / (s + n))
+    top = max(evidence for evidence, _, _ in found.values())
+    total = sum(math.exp(evidence - top) for evidence, _, _ in found.values())
+    averaged, q = np.zeros_like(p), np.zeros_like(pi)
+    for evidence, one, mix in found.values():
+        averaged += math.exp(evidence - top) / total * one
+        q += math.exp(evidence - top) / total * mix
+    return averaged, q
+
+
+@pytest.mark.parametrize("s_min", [0.15, 1.5, 500])
+@pytest.mark.parametrize("samples", [1, 7, 25])
+def test_label_shift_is_the_method_cards(s_min: float, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, fitted = newcomer(samples=samples), calibrated_as(4, 0.6)
+    p, pi = posterior_of(x, fitted)
+    r, q = slow_label_shift(p, pi, s_min)
+    ours = personalize("label-shift", x, fitted, gate=s_min)
+    np.testing.assert_allclose(ours.logits.double().softmax(1), r, atol=5e-3)  # the sweeps may stop early
+    monkeypatch.setattr(class_mix, "TOLERANCE", 0.0)
+    ours = personalize("label-shift", x, fitted, gate=s_min)
+    np.testing.assert_allclose(ours.logits.double().softmax(1), r, atol=1e-6)
+    np.testing.assert_allclose(ours.diary.mix, q, atol=1e-9)
+    later = newcomer(samples=50, seed=9)
+    likelihood = np.log(posterior_of(later, fitted)[0]) - np.log(pi)
+    np.testing.assert_array_equal(ours.predict(later), (likelihood + np.log(q)).argmax(1))
+
+
+def test_what_training_clients_justified_is_the_gate() -> None:
+    x, fitted = newcomer(), calibrated_as(4)
+    for menu, s_min in enumerate((*STRENGTHS, 1e9)):
+        by_menu = personalize("label-shift", x, fitted | {"gate.label-shift.menu": torch.tensor(menu)})
+        assert torch.equal(by_menu.logits, personalize("label-shift", x, fitted, gate=s_min).logits)
+
+
+@pytest.mark.parametrize("hyper", [{}, {"gate": 1e9}])
+def test_a_gate_at_infinity_returns_the_calibrated_predictions(hyper: dict[str, float]) -> None:
+    x, later, fitted = newcomer(), newcomer(seed=5), calibrated_as(4, 0.6)
+    fitted["gate.label-shift.menu"] = torch.tensor(len(STRENGTHS))
+    closed, calibrated = personalize("label-shift", x, fitted, **hyper), personalize("calibrated", x, fitted)
+    assert torch.equal(closed.logits, calibrated.logits)
+    torch.testing.assert_close(closed.predict_logits(later), calibrated.predict_logits(later))
+    expected = posterior_of(x, fitted)[0]
+    np.testing.assert_allclose(closed.logits.double().softmax(1), expected, atol=1e-6)
+    np.testing.assert_allclose(closed.predict_logits(x).double().softmax(1), expected, atol=1e-6)
+
+
+def test_who_closed_the_gate_is_told() -> None:
+    x, fitted = newcomer(), calibrated_as(4)
+    by_user = personalize("label-shift", x, fitted, gate=1e9).diary.decision
+    by_clients = personalize("label-shift", x, fitted | {"gate.label-shift.menu": torch.tensor(9)}).diary.decision
+    assert "training clients justify no adaptation" in by_clients
+    assert "training clients" not in by_user
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mix_equal_to_the_sources_keeps_the_predictions(seed: int) -> None:
+    """r for a mix that is pi is p; and from samples of that mix the evidence finds (nearly) nothing to adapt."""
+    prior = even(4)
+    flat = calibrated_as(4) | {
+        "calibration.none.bias": torch.zeros(4).double(),
+        "calibration.none.prior": torch.tensor(prior),
+    }
+    x, _ = draw(np.random.default_rng(seed), prior, 300, prior, 2.0)
+    p = x.double().softmax(1)
+    unmoved, _ = expectation_maximisation(p.log() - torch.tensor(prior).log(), torch.tensor(prior), sweeps=0)
+    torch.testing.assert_close(unmoved, p)
+    ours = personalize("label-shift", x, flat)
+    assert (ours.logits.argmax(1) == p.argmax(1)).double().mean() > 0.93
+    np.testing.assert_allclose(ours.diary.mix, prior, atol=0.1)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_predictor_for_the_sources_own_mix_is_the_calibrated_model(name: str) -> None:
+    x, fitted = newcomer(), calibrated_as(4, 0.6)
+    here = only_new(x)
+    personalizer = here.personalizer(name)
+    published = here.published(**fitted)
+    base = here.personalizer("none").personalize(published, Unlabelled(0, x))
+    calibrator = Calibrator.of(published, "none")
+    kept = calibrator.predictor(base.predictor, calibrator.prior)
+    torch.testing.assert_close(kept.logits(x), calibrator.predictor(base.predictor).logits(x))
+    np.testing.assert_allclose(kept.logits(x).double().softmax(1), posterior_of(x, fitted)[0], atol=1e-6)
+    assert personalizer.personalize(published, Unlabelled(0, x)).predictor.temperature == pytest.approx(1 / 0.6)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_order_of_samples_does_not_matter(name: str) -> None:
+    x, fitted = newcomer(samples=60), calibrated_as(4)
+    order = torch.randperm(60, generator=generator(3))
+    straight, shuffled = personalize(name, x, fitted), personalize(name, x[order], fitted)
+    torch.testing.assert_close(shuffled.logits, straight.logits[order], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(shuffled.diary.mix, straight.diary.mix, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*CORRECTIONS, "lame", "tent+label-shift"])
+def test_a_single_sample_works(name: str) -> None:
+    x, fitted = newcomer(samples=1), calibrated_as(4)
+    fitted |= {key.replace("none", "tent").replace("label", "tent+label"): value for key, value in fitted.items()}
+    found = personalize(name, x, fitted)
+    assert found.logits.shape == (1, 4)
+    assert found.logits.isfinite().all()
+    assert found.predict_logits(x).isfinite().all()
+    if found.diary.mix:
+        assert sum(found.diary.mix) == pytest.approx(1)
+        assert min(found.diary.mix) > 0
+    for estimate in found.diary.accuracy:
+        assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+
+
+@pytest.mark.parametrize("classes", [2, 62, 100])
+@pytest.mark.parametrize("sure", [0.0, 1e4])
+def test_extreme_predictions_stay_finite(classes: int, sure: float) -> None:
+    x = torch.zeros(30, classes)
+    x[:, 1] = sure
+    for name in CORRECTIONS:
+        found = personalize(name, x, calibrated_as(classes))
+        assert found.logits.isfinite().all(), name
+        assert found.predict_logits(x).isfinite().all(), name
+        assert sum(found.diary.mix) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_calibration_that_was_never_fitted_is_named() -> None:
+    with pytest.raises(RunError, match=r"calibration\.none.*upfl export --add"):
+        personalize("label-shift", newcomer(), {})
+
+
+# Expectation-maximisation
+
+
+def test_map_em_goes_from_em_to_the_calibrated_model() -> None:
+    x, fitted = newcomer(), calibrated_as(4)
+    weak, strong = (personalize("map-em", x, fitted, strength=strength) for strength in (1e-9, 1e9))
+    em, calibrated = personalize("em", x, fitted), personalize("calibrated", x, fitted)
+    np.testing.assert_allclose(weak.diary.mix, em.diary.mix, atol=1e-6)
+    torch.testing.assert_close(weak.logits.softmax(1), em.logits.softmax(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(strong.logits.softmax(1), calibrated.logits.softmax(1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(strong.predict_logits(x), calibrated.predict_logits(x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["em", "map-em", "bbse", "label-shift"])
+def test_own_samples_and_later_ones_are_predicted_alike(name: str) -> None:
+    """r is the posterior under q (label-shift: nearly, as its r comes from the mean of log q under each strength)."""
+    x, fitted = newcomer(samples=200), calibrated_as(4)
+    found = personalize(name, x, fitted)
+    assert (found.logits.argmax(1) == found.predict(x)).double().mean() > 0.97
+    if name != "label-shift":
+        torch.testing.assert_close(found.logits.softmax(1), found.predict_logits(x).softmax(1), atol=1e-5, rtol=0)
+
+
+# What it is for
+
+
+def test_label_shift_finds_two_of_ten_classes_and_its_mix() -> None:
+    mixes = pairs(10, 10)
+    here = world(mixes, mixes, samples=60, apart=1.8)
+    personalizer = here.personalizer("label-shift")
+    published = here.fit(personalizer).published
+    before = after = 0.0
+    for mix, x, y in zip(mixes, here.new_logits, here.new_labels, strict=True):
+        found = personalizer.personalize(published, Unlabelled(0, x))
+        before += float((found.before.argmax(1) == y).double().mean()) / len(mixes)
+        after += float((found.logits.argmax(1) == y).double().mean()) / len(mixes)
+        assert np.abs(np.array(found.diary.mix) - mix).sum() < 0.5
+    assert before < 0.75
+    assert after > 0.85
