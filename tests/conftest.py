@@ -2,26 +2,74 @@
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import settings
 
+from tests.helpers.shifts import EVERYTHING, overconfident, uneven
+from tests.plugin_methods import entered
 from tests.reference import CASES, Case
+from tests.synthetic import World, world
+from upfl.contract import CrossFitted
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread, for tests that compare bits: with several, sums are cut where threads happen to be."""
+@contextmanager
+def single_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread, for tests that compare bits: with several, sums are cut where threads happen to be."""
+    with single_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """One thread: with several, small operations wait for each other on a busy machine."""
+    with single_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def methods() -> Iterator[None]:
+    """The suite's own methods are in the table."""
+    with entered():
+        yield
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is wide enough for tables and paths."""
+    monkeypatch.setenv("COLUMNS", "250")
+
+
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     """A small model of each kind, with its forward pass written anew."""
     return CASES[request.param]
+
+
+@pytest.fixture(scope="session")
+def shifted() -> World:
+    """Twelve training clients and eight new ones, each with a mix of its own, and a model that is far too sure."""
+    return overconfident(world(uneven(5, 12), uneven(5, 8, 1), samples=40), 2.5, [1.0, 0.0, -0.5, 0.0, 0.3])
+
+
+@pytest.fixture(scope="session")
+def fits(shifted: World) -> CrossFitted:
+    """All that is fitted over these clients."""
+    with single_thread():
+        return shifted.fit(*EVERYTHING)
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by

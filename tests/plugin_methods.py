@@ -136,6 +136,9 @@ class Fragile(Nothing):
 @contextlib.contextmanager
 def entered() -> Iterator[None]:
     """The methods above in the table, for a while: other tests take every method that they find there."""
+    if Counting.name in TRAININGS:  # inside another of these
+        yield
+        return
     register(training=Counting, personalizer=Fragile)
     yield
     del TRAININGS[Counting.name], PERSONALIZERS[Fragile.name]

@@ -28,7 +28,7 @@ ALLOWED = {
     *("__future__", "pydantic", "torch"),
 }
 ALLOWED_OWN = (
-    *("upfl.errors", "upfl.models", "upfl.randomness", "upfl.state", "upfl.suggest"),
+    *("upfl.errors", "upfl.last_layer", "upfl.models", "upfl.randomness", "upfl.state", "upfl.suggest"),
     *("upfl.contract", "upfl.training", "upfl.personalize"),
 )
 FORBIDDEN_TORCH = ("torch.utils", "torch.distributed", "torch.hub", "torch.multiprocessing", "torch.serialization")

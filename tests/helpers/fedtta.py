@@ -28,7 +28,7 @@ def trained(
     return {name: carry[name].detach().clone() for name in server}, losses
 
 
-def padded(batch: Batch, extra: Batch) -> Batch:
+def padded_batch(batch: Batch, extra: Batch) -> Batch:
     """The batch with other samples between its own, masked out."""
     order = torch.randperm(len(batch.x) + len(extra.x), generator=generator(9))
     return Batch(

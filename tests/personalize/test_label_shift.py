@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.special import digamma, gammaln
 
 from tests.helpers.class_mix import STRENGTHS, calibrated_as, newcomer, only_new, personalize, posterior_of
-from tests.synthetic import Floats, draw, even, pairs, world
-from upfl.contract import Unlabelled
+from tests.helpers.shifts import accuracy, feature_shift
+from tests.synthetic import Floats, World, draw, even, pairs, world
+from upfl.contract import CrossFitted, Unlabelled
 from upfl.errors import RunError
-from upfl.personalize import class_mix
+from upfl.personalize import class_mix, label_shift
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.class_mix import expectation_maximisation
 from upfl.randomness import generator
@@ -213,3 +217,90 @@ def test_label_shift_finds_two_of_ten_classes_and_its_mix() -> None:
         assert np.abs(np.array(found.diary.mix) - mix).sum() < 0.5
     assert before < 0.75
     assert after > 0.85
+
+
+def plain_choice(losses: Floats) -> int:
+    """losses[client, menu]: the last menu within one standard error of the best, of the paired difference."""
+    clients, menus = losses.shape
+    best = int(losses.sum(0).argmin())
+    chosen = []
+    for menu in range(menus):
+        difference = losses[:, menu] - losses[:, best]
+        error = difference.std(ddof=1) * math.sqrt(clients)
+        if difference.sum() <= error:
+            chosen.append(menu)
+    return max(chosen)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 30), st.floats(0, 3))
+def test_the_gate_is_the_one_standard_error_rule(seed: int, clients: int, drift: float) -> None:
+    losses = np.random.default_rng(seed).normal(size=(clients, 10)) + drift * np.linspace(-1, 1, 10) ** 2
+    loss, products = torch.tensor(losses.sum(0)), torch.tensor(losses.T @ losses)
+    assert label_shift.choose(loss, products, clients) == plain_choice(losses)
+
+
+def test_the_gate_by_hand() -> None:
+    """Four clients, three menus. The best is the first; the second costs everyone one nat, the third is a draw."""
+    losses = np.array([[-5.0, -4.0, -9.0], [-5.0, -4.0, 0.0], [-5.0, -4.0, -9.0], [-5.0, -4.0, 0.0]])
+    sums = torch.tensor(losses.sum(0)), torch.tensor(losses.T @ losses)
+    assert label_shift.choose(*sums, 4) == 2
+    sums = torch.tensor(losses[:, :2].sum(0)), torch.tensor(losses[:, :2].T @ losses[:, :2])
+    assert label_shift.choose(*sums, 4) == 0
+    assert label_shift.choose(torch.zeros(3), torch.zeros(3, 3), 4) == 2, "no difference: the least adaptation"
+    assert label_shift.choose(torch.tensor([-9.0, 0.0]), torch.tensor([[81.0, 0.0], [0.0, 0.0]]), 1) == 1
+
+
+def test_evidence_alone_is_fooled_by_feature_shift_and_the_gate_is_not() -> None:
+    here = feature_shift()
+    gated, free = here.personalizer("label-shift"), here.personalizer("label-shift", gate=0.0)
+    calibrated = here.personalizer("calibrated")
+    fitted = here.fit(gated, calibrated)
+    plain = accuracy(here, calibrated, fitted)
+    assert accuracy(here, free, fitted) < plain - 4
+    assert accuracy(here, gated, fitted) > plain - 0.5
+    assert "no adaptation" in gated.personalize(fitted.published, Unlabelled(0, here.new_logits[0])).diary.decision
+
+
+def test_the_gate_opens_where_clients_differ_in_their_mix() -> None:
+    here = world(pairs(6, 12), pairs(6, 12), samples=40, apart=1.5)
+    gated, calibrated = here.personalizer("label-shift"), here.personalizer("calibrated")
+    fitted = here.fit(gated, calibrated)
+    assert int(fitted.published.fitted["gate.label-shift.menu"]) <= 4
+    assert accuracy(here, gated, fitted) > accuracy(here, calibrated, fitted) + 10
+
+
+def test_a_class_that_one_fold_alone_holds_does_not_close_the_gate() -> None:
+    """Clients 0 and 5 are one fold. Without it nobody knows class 5, and no strength can predict it."""
+    mixes = pairs(5, 10)
+    mixes = [np.append(mix, 0.0) for mix in mixes]
+    mixes[0] = mixes[5] = np.array([0.5, 0.0, 0.0, 0.0, 0.0, 0.5])
+    here = world(mixes, mixes, samples=40, apart=1.5)
+    here = replace(here, logits=[z.clamp(min=-12) for z in here.logits])
+    gated, calibrated = here.personalizer("label-shift"), here.personalizer("calibrated")
+    fitted = here.fit(gated, calibrated)
+    assert float(fitted.without(0).fitted["calibration.none.prior"][5]) < 1e-3
+    assert int(fitted.published.fitted["gate.label-shift.menu"]) <= 4
+    assert accuracy(here, gated, fitted) > accuracy(here, calibrated, fitted) + 10
+
+
+def test_the_gates_loss_is_the_clients_own_log_likelihood(shifted: World, fits: CrossFitted) -> None:
+    """Against label-shift itself at each gate, on validation data, cross-fitted: mean loss over all samples."""
+    expected = []
+    for gate in (0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0, 1500.0, 1e9):
+        personalizer, loss = shifted.personalizer("label-shift", gate=gate), 0.0
+        for i, (x, y) in enumerate(zip(shifted.logits, shifted.labels, strict=True)):
+            found = personalizer.personalize(fits.without(i), Unlabelled(i, x))
+            right = found.logits.double().softmax(1)[torch.arange(len(y)), y]
+            loss -= float((0.99 * right + 0.01 / found.logits.shape[1]).log().sum())  # a hundredth is chance
+        expected.append(loss / sum(map(len, shifted.labels)))
+    told = fits.published.fitted["gate.label-shift.loss"]
+    np.testing.assert_allclose(told, np.array(expected) - expected[-1], atol=1e-5)
+
+
+def families(clients: int = 20, samples: int = 40, new_samples: int = 6) -> World:
+    mixes = [np.zeros(10) for _ in range(clients)]
+    for i, mix in enumerate(mixes):
+        mix[[2 * (i % 5), 2 * (i % 5) + 1]] = 0.5
+    here, small = world(mixes, mixes, samples, 1.2), world(mixes, mixes, new_samples, 1.2, seed=1)
+    return replace(here, new_logits=small.new_logits, new_labels=small.new_labels)

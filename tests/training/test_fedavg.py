@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.fedtta import padded, server_state, trained
+from tests.helpers.fedtta import padded_batch, server_state, trained
 from tests.reference import CLASSES, Case, difference, distance
 from upfl.contract import Task
 from upfl.state import select
@@ -18,7 +18,7 @@ def test_padding_does_not_count_in_a_fedavg_step(case: Case) -> None:
     server = server_state(training, 1)
     batch = case.batch(9, 0)
     plain, losses = trained(training, server, [batch])
-    with_padding, padded_losses = trained(training, server, [padded(batch, case.batch(4, 50))])
+    with_padding, padded_losses = trained(training, server, [padded_batch(batch, case.batch(4, 50))])
     assert padded_losses == pytest.approx(losses, rel=1e-7)
     assert distance(with_padding, plain, scale=difference(plain, server)) < 1e-6
 

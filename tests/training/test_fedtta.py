@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.fedtta import padded, server_state, trained
+from tests.helpers.fedtta import padded_batch, server_state, trained
 from tests.reference import (
     CLASSES,
     Case,
@@ -147,7 +147,7 @@ def test_padding_does_not_count_in_a_fedtta_step(case: Case, hyper: dict[str, An
     training = fedtta(case, **hyper)
     server = server_state(training, 1)
     batches = [case.batch(9, seed) for seed in range(3)]
-    padded = [padded(batch, case.batch(4, 50 + seed)) for seed, batch in enumerate(batches)]
+    padded = [padded_batch(batch, case.batch(4, 50 + seed)) for seed, batch in enumerate(batches)]
     plain, losses = trained(training, server, batches)
     with_padding, padded_losses = trained(training, server, padded)
     assert padded_losses == pytest.approx(losses, rel=1e-7)

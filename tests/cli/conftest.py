@@ -1,0 +1,25 @@
+"""A wide terminal, and a finished run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.plugin_methods import PLUGIN, small
+from upfl import api
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is wide enough for tables and paths."""
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("UPFL_PLUGINS", PLUGIN)
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    path = tmp_path_factory.mktemp("good") / "good-run"
+    api.train(small("fedavg", score=["tent"]), path, workers=1)
+    return path

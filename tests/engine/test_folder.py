@@ -1,0 +1,160 @@
+"""Damaged run folders are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.engine import run
+from tests.plugin_methods import assert_same, small
+from upfl import api
+from upfl.engine.folder import RunFolder
+from upfl.errors import ConfigError, RunError
+
+pytestmark = pytest.mark.usefixtures("methods")
+
+
+@pytest.fixture
+def stopped(counted: Path, tmp_path: Path) -> Path:
+    """The run as it was when everything but the result had been written."""
+    path = tmp_path / "stopped"
+    shutil.copytree(counted, path)
+    (path / "result.json").unlink()
+    return path
+
+
+def test_a_run_that_lost_nothing_but_its_result_gets_it_back(stopped: Path, counted: Path) -> None:
+    api.resume(stopped, workers=1)
+    assert_same(stopped, counted)
+
+
+@pytest.mark.parametrize("length", [0, 4, 8, 100, 1000, -1])
+def test_a_truncated_checkpoint_is_named(stopped: Path, length: int) -> None:
+    checkpoint = stopped / "checkpoint.safetensors"
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(content[:length])
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors"):
+        api.resume(stopped, workers=1)
+
+
+def rewrite(checkpoint: Path, facts: Any, drop: str = "") -> None:
+    kept = {name: value for name, value in load_file(checkpoint).items() if not drop or not name.startswith(drop)}
+    save_file(kept, checkpoint, {"upfl": json.dumps(facts)})
+
+
+def facts_of(checkpoint: Path) -> dict[str, Any]:
+    with safe_open(checkpoint, "pt") as file:
+        facts = json.loads(file.metadata()["upfl"])
+    assert isinstance(facts, dict)
+    return facts
+
+
+@pytest.mark.parametrize("version", [999, "2.0", None])
+def test_a_checkpoint_of_another_format_is_named(stopped: Path, version: Any) -> None:
+    checkpoint = stopped / "checkpoint.safetensors"
+    rewrite(checkpoint, facts_of(checkpoint) | {"format": version})
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors.*format"):
+        api.resume(stopped, workers=1)
+
+
+@pytest.mark.parametrize(
+    "damage", ["no facts", "not an object", "a field less", "no server", "another model", "memory"]
+)
+def test_a_checkpoint_that_is_not_this_runs_is_named(stopped: Path, tmp_path: Path, damage: str) -> None:
+    checkpoint = stopped / "checkpoint.safetensors"
+    facts = facts_of(checkpoint)
+    if damage == "no facts":
+        save_file(load_file(checkpoint), checkpoint)
+    elif damage == "not an object":
+        rewrite(checkpoint, [1])
+    elif damage == "a field less":
+        rewrite(checkpoint, {key: value for key, value in facts.items() if key != "metrics_bytes"})
+    elif damage == "no server":
+        rewrite(checkpoint, facts, "server.")
+    elif damage == "another model":
+        other = run(small("counting", "model.hidden=17", checkpoint_every=2), tmp_path / "other")
+        checkpoint.write_bytes((other / "checkpoint.safetensors").read_bytes())
+        (stopped / "metrics.jsonl").write_bytes((other / "metrics.jsonl").read_bytes())
+    else:
+        for file in stopped.rglob("memory/*/*"):
+            file.unlink()
+    more = (stopped / "config.toml").read_text().replace("rounds = 4", "rounds = 6")
+    (stopped / "config.toml").write_text(more)
+    with pytest.raises(RunError, match=r"\.safetensors"):
+        api.resume(stopped, workers=1)
+
+
+def test_missing_or_shortened_metrics_are_named(stopped: Path) -> None:
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-10])
+    with pytest.raises(RunError, match=r"metrics\.jsonl"):
+        api.resume(stopped, workers=1)
+    metrics.unlink()
+    with pytest.raises(RunError, match=r"metrics\.jsonl"):
+        api.resume(stopped, workers=1)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"rounds = ", b"rounds = 3", b"", b'method = "counting"\nx = 1\n']
+)
+def test_a_damaged_configuration_is_named(stopped: Path, content: bytes) -> None:
+    (stopped / "config.toml").write_bytes(content)
+    with pytest.raises((ConfigError, RunError), match=r"config\.toml"):
+        api.resume(stopped, workers=1)
+
+
+@pytest.mark.parametrize("field", ["dataset", "personalize", "training"])
+def test_names_in_a_configuration_that_this_version_does_not_know_are_refused(stopped: Path, field: str) -> None:
+    old, new = {
+        "dataset": ('dataset = "digits"', 'dataset = "digitz"'),
+        "personalize": ("[personalize.none]", "[personalize.nane]"),
+        "training": ('name = "counting"', 'name = "countin"'),
+    }[field]
+    text = (stopped / "config.toml").read_text()
+    assert old in text
+    (stopped / "config.toml").write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match="unknown"):
+        api.resume(stopped, workers=1)
+
+
+@pytest.mark.parametrize("path", ["", "nothing/there"])
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path, path: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(RunError, match="not a run folder"):
+        api.resume(tmp_path / path, workers=1)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"rows": [', b"\xff\xfe", b"{}"])
+def test_a_damaged_result_is_named_and_resume_writes_it_anew(stopped: Path, counted: Path, content: bytes) -> None:
+    (stopped / "result.json").write_bytes(content)
+    with pytest.raises(RunError, match=r"result\.json"):
+        _ = api.Run(stopped).result
+    api.resume(stopped, workers=1)
+    assert_same(stopped, counted)
+
+
+@pytest.mark.parametrize("content", [b'{"round": 1', b"\xff\xfe\n"])
+def test_damaged_metrics_are_named_when_they_are_read(stopped: Path, content: bytes) -> None:
+    (stopped / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(RunError, match=r"metrics\.jsonl"):
+        _ = api.Run(stopped).metrics
+
+
+def test_a_missing_best_state_is_named(stopped: Path) -> None:
+    api.resume(stopped, workers=1)
+    for file in (stopped / "best").iterdir():
+        file.unlink()
+    with pytest.raises(RunError, match="best"):
+        api.Run(stopped).published("none")
+
+
+def test_a_run_that_is_under_way_cannot_be_resumed_a_second_time(stopped: Path) -> None:
+    with RunFolder(stopped).lock(), pytest.raises(RunError, match="another process is at work"):
+        api.resume(stopped, workers=1)

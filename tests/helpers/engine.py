@@ -1,0 +1,13 @@
+"""Small runs by one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from upfl import api
+from upfl.config import Config
+
+
+def run(config: Config, path: Path) -> Path:
+    api.train(config, path, workers=1)
+    return path

@@ -1,0 +1,11 @@
+"""Reports, written and read."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(file.read_text())))

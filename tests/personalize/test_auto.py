@@ -1,0 +1,154 @@
+"""`auto`: which correction it chooses, and what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.shifts import accuracy, feature_shift, uneven
+from tests.synthetic import World, even, pairs, world
+from upfl.contract import Unlabelled
+from upfl.personalize import auto
+from upfl.state import select
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def chosen(here: World) -> tuple[list[str], float, dict[str, float]]:
+    """auto's choices for new clients, its accuracy, and that of its candidates."""
+    personalizer = here.personalizer("auto")
+    fitted = here.fit(personalizer)
+    names = []
+    for i, x in enumerate(here.new_logits):
+        decision = personalizer.personalize(fitted.published, Unlabelled(i, x)).diary.decision
+        assert "expected accuracy" in decision
+        names.append(decision.split(":")[0])
+    candidates = ("none", "calibrated", "label-shift")
+    assert set(names) <= set(candidates)
+    single = {name: accuracy(here, here.personalizer(name), fitted) for name in candidates}
+    return names, accuracy(here, personalizer, fitted), single
+
+
+def test_auto_takes_label_shift_where_it_clearly_helps() -> None:
+    names, ours, single = chosen(world(pairs(6, 12), pairs(6, 12), samples=40, apart=1.2))
+    assert single["label-shift"] > single["none"] + 10
+    assert names.count("label-shift") >= 10
+    assert ours > single["label-shift"] - 1.5
+
+
+def test_auto_leaves_the_class_mix_alone_where_nothing_helps() -> None:
+    """The model is exact and everyone has the same mix: whether it is calibrated once more makes no difference."""
+    gains = []
+    for seed in range(3):
+        names, ours, single = chosen(world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5, seed=seed))
+        assert names.count("label-shift") <= 1
+        gains.append(ours - single["none"])
+    assert np.mean(gains) > -1
+
+
+def test_auto_is_not_fooled_by_feature_shift() -> None:
+    names, ours, single = chosen(feature_shift())
+    assert ours > single["none"] - 1
+    assert names.count("label-shift") <= len(names) // 2 or single["label-shift"] > single["none"]
+
+
+def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_error() -> None:
+    def choose(expected: Sequence[float], covariance: Sequence[Sequence[float]]) -> int:
+        return auto.choose(torch.tensor(expected), torch.tensor(covariance))
+
+    apart = [[0.0, 0.0, 0.0], [0.0, 0.01, 0.0], [0.0, 0.0, 0.01]]  # errors of 0.1, 0.1 and, between the last two, 0.14
+    assert choose([0.5, 0.55, 0.7], apart) == 2
+    assert choose([0.5, 0.55, 0.59], apart) == 0
+    assert choose([0.5, 0.65, 0.75], apart) == 1
+    assert choose([0.5, 0.65, 0.8], apart) == 2
+    together = [[0.0, 0.0, 0.0], [0.0, 0.01, 0.01], [0.0, 0.01, 0.01]]  # what one is off by, the other is, too
+    assert choose([0.5, 0.65, 0.66], together) == 2
+    assert choose([0.5, 0.4, 0.5], [[0.0] * 3] * 3) == 0
+
+
+def test_auto_begins_with_the_calibrated_model() -> None:
+    """Between two candidates nothing decides: the newcomer gets the one that the federation's labels speak for."""
+    personalizer = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5).personalizer("auto")
+    assert isinstance(personalizer, auto.Auto)
+    assert personalizer.candidates[:2] == ["calibrated", "none"]
+    same = torch.full((3,), 0.5)
+    assert auto.choose(same, 1e-4 * torch.eye(3)) == 0
+
+
+def uneven_sizes() -> World:
+    here = world(uneven(4, 10), uneven(4, 3), samples=50, apart=1.3)
+    sizes = [10, 50, 23, 31, 50, 44, 12, 50, 8, 37]
+    return replace(
+        here,
+        logits=[z[:n] for z, n in zip(here.logits, sizes, strict=True)],
+        labels=[y[:n] for y, n in zip(here.labels, sizes, strict=True)],
+    )
+
+
+def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() -> None:
+    """m ~ N(offset, V), offset ~ N(0, T): against precisions, T^-1 + V^-1, in plain NumPy."""
+    here = uneven_sizes()
+    personalizer = here.personalizer("auto")
+    fitted = here.fit("none", personalizer)
+    errors, excess, chances = [], [], []
+    for i, (x, y) in enumerate(zip(here.logits, here.labels, strict=True)):
+        found = [
+            here.personalizer(name).personalize(fitted.without(i), Unlabelled(i, x)).logits
+            for name in ("calibrated", "none", "label-shift")
+        ]
+        r = found[-1].double().softmax(1)
+        right = torch.stack([r[torch.arange(len(y)), z.argmax(1)] for z in found])
+        truth = torch.stack([(z.argmax(1) == y).double().mean() for z in found])
+        errors.append((truth - right.mean(1)).numpy())
+        excess.append(errors[-1] ** 2 - (right * (1 - right)).mean(1).numpy() / len(y))
+        chances.append(np.zeros((3, 3)))
+        for p in r.numpy():  # sums over what the label may be
+            for c, probability in enumerate(p):
+                hits = np.array([float(int(z.argmax()) == c) for z in (found[0][0], found[1][0], found[2][0])])
+                found_at = hits - np.array([p[int(z[0].argmax())] for z in found])
+                chances[-1] += probability * np.outer(found_at, found_at) / len(y) ** 2
+            found = [z[1:] for z in found]
+    sizes = np.array([len(y) for y in here.labels])
+    weight = sizes / sizes.sum()
+    mean = weight @ np.array(errors)
+    centred = weight[:, None] * (np.array(errors) - mean)
+    chance = np.einsum("i,ikl->kl", weight**2, np.array(chances))
+    v = (10 * centred.T @ centred + 3 * chance) / (9 + 3)
+    precision = np.linalg.inv(v)
+    covariance = np.linalg.inv(precision + np.eye(3) / auto.SPREAD**2)
+    known = select(fitted.published.fitted, "choice.auto")
+    np.testing.assert_allclose(known["covariance"], covariance, atol=1e-8)
+    np.testing.assert_allclose(known["offset"], covariance @ precision @ mean, atol=1e-5)
+    np.testing.assert_allclose(known["scatter"], (weight @ np.array(excess) - mean**2).clip(0), atol=1e-6)
+
+
+def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them() -> None:
+    """Inputs that mislead, and an estimate that is off for it: by how much, three labels of a client do not tell."""
+
+    def known(samples: int, clients: int) -> tuple[float, float]:
+        here = feature_shift(clients, size=2.5)
+        cut = replace(here, logits=[z[:samples] for z in here.logits], labels=[y[:samples] for y in here.labels])
+        found = select(cut.fit("auto").published.fitted, "choice.auto")
+        return abs(float(found["offset"][auto.NONE])), float(found["covariance"][auto.NONE, auto.NONE].sqrt())
+
+    few, many = known(3, 10), known(60, 60)
+    assert few[0] < 0.2 * auto.SPREAD
+    assert few[1] > 0.95 * auto.SPREAD
+    assert many[1] < 0.75 * auto.SPREAD
+
+
+def test_auto_tells_an_accuracy_whatever_it_chooses() -> None:
+    for here in (feature_shift(), world(pairs(6, 12), pairs(6, 12), samples=40, apart=1.2)):
+        personalizer = here.personalizer("auto")
+        fitted = here.fit(personalizer)
+        told = [
+            personalizer.personalize(fitted.published, Unlabelled(i, x)).diary.accuracy
+            for i, x in enumerate(here.new_logits)
+        ]
+        truth = accuracy(here, personalizer, fitted)
+        assert np.mean([100 * after.value for _, after in told]) == pytest.approx(truth, abs=5)
+        assert all(0 <= one.low <= one.value <= one.high <= 1 for both in told for one in both)
