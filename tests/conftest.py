@@ -1,5 +1,6 @@
 """Fixtures for the whole suite."""
 
+import importlib.util
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from tests.reference import CASES, Case
 from tests.synthetic import World, world
 from upfl.contract import CrossFitted
 
+collect_ignore = [] if importlib.util.find_spec("flwr") else ["flower"]
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 

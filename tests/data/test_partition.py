@@ -15,8 +15,6 @@ from upfl.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
 seeds = st.integers(0, 2**32)
-settings.register_profile("busy machine", deadline=None)
-settings.load_profile("busy machine")
 
 
 @st.composite

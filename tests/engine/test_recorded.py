@@ -162,14 +162,6 @@ def test_a_recorder_that_fails_changes_no_bit_and_the_observer_is_told(
     assert [note for note in troubled.notes if "no TorchScript here" in note] == troubled.notes != []
 
 
-def test_a_recorded_step_updates_each_model_in_one_operation() -> None:
-    kind = TRAININGS["fedtta"]
-    training, recorded = kind(Task(mlp(64, (96, 16), 10), 10, 2), kind.Hyper(batch_size=16)), Recorded(worth=0)
-    trained(training, recorded, rounds=(0,))
-    for graph in recorded._graphs.values():
-        assert str(graph._graph.inlined_graph).count("aten::_fused_sgd_") == 2  # psi's and phi's
-
-
 def test_a_rate_that_does_not_depend_on_the_round_is_recorded_too() -> None:
     class Steady(FedAvg):
         def step(self, carry: State, batch: Batch, round: int) -> tuple[State, torch.Tensor]:

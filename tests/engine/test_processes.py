@@ -139,7 +139,7 @@ def test_a_process_of_torchrun_that_dies_ends_the_run_which_one_worker_finishes(
     [
         ("import-kill:0:*:*", ("worker 1 ", "SIGKILL")),
         ("finish-kill:2:*:1", ("worker 1 ", "SIGKILL", "upfl resume")),
-        ("score-kill:1:*:1", ("worker 1 ", "SIGKILL", "upfl resume")),
+        pytest.param("score-kill:1:*:1", ("worker 1 ", "SIGKILL", "upfl resume"), marks=pytest.mark.full),
         ("begin-raise:2:*:1", ("worker 1 ", "told to fail at begin in round 2", "upfl resume")),
         ("loss:2:*:*", ("round 3: every", "left out", "upfl resume")),
     ],
@@ -293,7 +293,7 @@ def test_ctrl_c_while_workers_start_ends_them(tmp_path: Path, mark: str) -> None
     assert list((tmp_path / "its-temporary").glob("upfl*")) == []
 
 
-@pytest.mark.parametrize(("rounds", "workers", "later"), [(0, 2, 1), (3, 3, 2)])
+@pytest.mark.parametrize(("rounds", "workers", "later"), [pytest.param(0, 2, 1, marks=pytest.mark.full), (3, 3, 2)])
 def test_workers_end_with_a_first_process_that_is_killed(
     tmp_path: Path, mark: str, long_run: Path, rounds: int, workers: int, later: int
 ) -> None:
