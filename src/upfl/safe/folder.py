@@ -44,11 +44,11 @@ class Folder:
         """A file to read."""
         with self._reading(name), self._above(name) as (parent, last):
             descriptor = os.open(last, os.O_RDONLY | _FILE, dir_fd=parent)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise self.error(f"{self.path / name}: not a regular file")
-            with self._reading(name):
-                yield file
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self.error(f"{self.path / name}: not a regular file")
+        with os.fdopen(descriptor, "rb") as file, self._reading(name):
+            yield file
 
     def read(self, name: str, kind: str = "TEXT") -> bytes:
         """The content of a file, if it is not larger than a limit allows."""
