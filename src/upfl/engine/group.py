@@ -7,7 +7,9 @@ tensor collectives are used: the object collectives would pickle.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +30,8 @@ from torch._C._distributed_c10d import FileStore
 from upfl.errors import StoppedError
 
 T = TypeVar("T")
+PLACE = "upfl-group-"  # how the names of folders begin in which workers meet
+FRESH = 60  # seconds in which a new one is left alone
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 FOLLOWED = 75  # the exit code of a worker that ended because another one did
 TIMEOUT = timedelta(days=7)  # a round may take as long as it takes; a dead peer is noticed by its closed connection
@@ -111,7 +115,7 @@ def workers(size: int, command: Sequence[str]) -> Iterator[Group]:
     if size == 1:
         yield Group()
         return
-    with tempfile.TemporaryDirectory(prefix="upfl-workers-") as folder:  # private: mode 0700
+    with meeting_place() as folder:
         store = Path(folder) / "rendezvous"
         worker = [sys.executable, "-m", "upfl.engine.worker"]
         children = [
@@ -128,6 +132,32 @@ def workers(size: int, command: Sequence[str]) -> Iterator[Group]:
                 child.stop()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+@contextmanager
+def meeting_place() -> Iterator[str]:
+    """A private folder (mode 0700) while this process lives; those that killed processes left behind are removed."""
+    for stale in Path(tempfile.gettempdir()).glob(f"{PLACE}*"):
+        with _lock(stale) as alone:
+            if alone:
+                shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PLACE) as folder, _lock(Path(folder)):
+        yield folder
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Hold a folder of this user's for oneself, which the system ends with the process; False if that cannot be."""
+    with ExitStack() as at_end:
+        alone = False
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            at_end.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(descriptor)
+            # One that was made a moment ago may not be held yet by its owner.
+            alone = found.st_uid == os.getuid() and time.time() - found.st_mtime > FRESH
+        yield alone
 
 
 def join(rank: int, size: int, store: Path, children: Sequence[Child] = ()) -> Group:
