@@ -18,6 +18,7 @@ from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.label_shift import Bbse, Em, LabelShift, MapEm
 from upfl.personalize.lame import Lame
 from upfl.personalize.nothing import Nothing
+from upfl.personalize.one_shot import Fed3R, FedNCM
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.personalize.refit import Refit
 from upfl.personalize.tent import Tent
@@ -78,6 +79,8 @@ ROWS = [
         "refit+label-shift",
         "both: a last layer fitted anew, then the mix of classes",
     ),
+    Method("fed3r", "Fed3R", "fedavg", "fed3r", "FedAvg, its last layer by ridge regression over all clients"),
+    Method("fedncm", "FedNCM", "fedavg", "fedncm", "FedAvg, class means over all clients as its last layer"),
     Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
     Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
     Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
@@ -104,7 +107,7 @@ PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
     personalizer.name: personalizer
     for personalizer in (
         *(Nothing, OneStep, EarlyStopped, Tent, Sampled, Ensemble),
-        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Refit, Auto),
+        *(Calibrated, LabelShift, Em, MapEm, Bbse, Atp, Lame, Refit, Fed3R, FedNCM, Auto),
     )
 }
 

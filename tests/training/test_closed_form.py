@@ -200,7 +200,7 @@ def test_whitening_and_filters_are_what_the_equations_say(tmp_path: Path) -> Non
     engine = ran(config_of("iterations=1"), tmp_path / "run")
     training: Any = engine.training
     pixels = training.layer.pixels(trained_on(engine)[0])
-    places = hashes(pixels.flatten(1), engine.config.seed, 4) % training.layer.places(pixels)
+    places = hashes(pixels.sum(1).flatten(1), engine.config.seed, 4) % training.layer.places(pixels)
     p = training.layer.patches_at(pixels, places).flatten(0, 1).double() / 32
     server: State = {name: value.double() for name, value in engine.progress.server.items()}
     covariance = torch.cov(p.T, correction=0)

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from upfl import __version__, plugins
-from upfl.cli import bundle, data, demo, experiments, methods, report, runs, scores, search
+from upfl.cli import bundle, data, demo, experiments, members, methods, report, runs, scores, search
 from upfl.cli.console import Console, echo
 from upfl.engine.allocator import keep_freed_memory
 from upfl.errors import DataError, RunError, UpflError
@@ -31,6 +31,8 @@ app.command("train")(runs.train)
 app.command("resume")(runs.resume)
 app.command("show")(runs.show)
 app.command("score")(scores.score)
+app.command("join")(members.join)
+app.command("forget")(members.forget)
 app.command("export")(bundle.export)
 app.command("personalize")(bundle.personalize)
 app.command("predict")(bundle.predict)

@@ -10,6 +10,13 @@ from rich.table import Table
 from upfl.cli.console import Console, echo
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, Method
 
+ADVICE = (
+    "Where to begin: [bold]closed-form-label-shift[/bold], for small images (digits to CIFAR). It has no learning rate "
+    "and no number of rounds to choose, and its result does not depend on who holds what. Label-shift helps newcomers "
+    "that hold few classes; where training clients do not justify it, it stays out. [bold]refit-label-shift[/bold], on "
+    "a network that FedAvg trained, is what to compare it with: validation accuracy says which one suits your clients."
+)
+
 
 def methods(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
@@ -39,6 +46,7 @@ def methods(
         table.add_row(f"[bold]{row.row}[/bold]", row.training, row.personalizer, described(row))
     console.print(table)
     console.print(f"Personalizers for --score: {', '.join(PERSONALIZERS)}")
+    console.print(ADVICE)
     if hyper:
         for title, kinds in (("training", TRAININGS), ("personalizer", PERSONALIZERS)):
             for name, kind in kinds.items():

@@ -69,7 +69,7 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
             raise DataError(f"no sample is left for {role} clients: take more samples or fewer clients")
         if empty := len(dealt) - len(held):
             notes.append(f"{empty} of {len(dealt)} {role} clients hold no samples and are left out")
-    training = _training_clients(holdings["training"], partition, seed)
+    training = _left(_training_clients(holdings["training"], partition, seed), partition.without)
     new = _new_clients(holdings["new"], partition, seed)
     notes += _notes(source, partition, training, new)
     return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures))
@@ -171,6 +171,22 @@ def _training_clients(holdings: Holdings, partition: Partition, seed: int) -> Cl
     validation = validation_sizes(sizes, partition.validation)
     angles = _angles(partition.rotations_training, len(holdings), _generator(seed, "angles training"))
     return _clients(holdings.shuffled(_generator(seed, "validation")), sizes - validation, angles)
+
+
+def _left(clients: Clients, without: Iterable[int]) -> Clients:
+    """The same clients, of whom some hold nothing any more: numbers, and all that is drawn by them, stay."""
+    gone = np.array(sorted(set(without)), np.int64)
+    if not len(gone):
+        return clients
+    if gone[-1] >= len(clients):
+        raise ConfigError(
+            f"partition.without: there is no training client {gone[-1]}; there are {len(clients)}, from 0"
+        )
+    if len(gone) == len(clients):
+        raise ConfigError("partition.without: no training client is left")
+    sizes, train_counts = clients.sizes(), clients.train_counts.copy()
+    sizes[gone] = train_counts[gone] = 0
+    return _clients(clients.first(sizes), train_counts, clients.angles)
 
 
 def _new_clients(holdings: Holdings, partition: Partition, seed: int) -> Clients:

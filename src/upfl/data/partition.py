@@ -50,6 +50,9 @@ class Partition(BaseModel):
     rotations_new: tuple[Annotated[float, Field(ge=-360, le=360)], ...] = Field(
         (), description="angles for new clients"
     )
+    without: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="training clients, by number, that hold nothing: all others hold what they would anyway"
+    )
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:

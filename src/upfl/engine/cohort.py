@@ -83,6 +83,10 @@ class LocalCohort(Cohort):
         self.steps = steps_of(setup.training, setup.device, lambda text: self.note(text))
 
     def participants(self, round: int) -> list[int]:
+        held = self.setup.federation.training.train_counts
+        return [client for client in self._chosen(round) if held[client]]
+
+    def _chosen(self, round: int) -> list[int]:
         count, clients = self.setup.config.participants(self.setup.clients), self.setup.clients
         if count == clients:
             return list(range(clients))

@@ -105,6 +105,20 @@ class Engine(Generic[C]):
                 self.folder.save_result(self.result())
             self.group.barrier()
 
+    def end_with(self, progress: Progress, facts: dict[str, Any], observer: Observer | None = None) -> None:
+        """Take a state that was not trained here for that of the last round: score it, record it, end the run."""
+        precision = matrix_precision(self.config.precision)
+        with self.folder.lock(), one_thread(), precision, torch.no_grad():
+            self.folder.add_session(environment() | {"workers": self.group.size, "after": progress.round})
+            self._go_on_from(progress)
+            if observer:
+                observer.begin(self)
+            metrics = facts | self._evaluate(observer)
+            self._record(metrics)
+            if observer:
+                observer.round(metrics)
+            self.folder.save_result(self.result())
+
     def _start(self) -> None:
         device = self.setup.device
         found = self.folder.load(device, self.setup.training)
@@ -135,6 +149,10 @@ class Engine(Generic[C]):
     def _round(self, total: FixedPointSum, observer: Observer | None) -> dict[str, Any]:
         started, round, progress = time.perf_counter(), self.progress.round, self.progress
         participants = self.cohort.participants(round)
+        if not participants:
+            raise StoppedError(
+                f"round {round + 1}: of the clients that were chosen none has data; raise clients_per_round"
+            )
         if observer:
             observer.stage("training")
         left_out = self.cohort.train(participants, round, total)

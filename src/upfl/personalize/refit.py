@@ -13,8 +13,8 @@ and from the sums over clients come class means mu_c, the covariance S within cl
 
 which is the posterior of Gaussian classes. The sums do not depend on who holds which samples, and so neither does the
 layer: clients without any class in common come to the layer that one machine with all the data would find. Related:
-CCVR (Luo et al., NeurIPS 2021) trains the layer on samples of such Gaussians, Fed3R (Fani et al., ICML 2024) takes
-ridge regression.
+CCVR (Luo et al., NeurIPS 2021) trains the layer on samples of such Gaussians; `one_shot.py` has two that take other
+layers from the same sums.
 
 Settled: g = 0.01. A class that nobody holds has the mean of all. Classes weigh (n_c + 1) / (n + C), so that such a
 class weighs as one sample. Sums come from the train splits of all clients, however few are evaluated, so that
@@ -25,8 +25,9 @@ calibration tells it, and where a class has one sample, that sample's features.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
@@ -53,15 +54,13 @@ from upfl.personalize.adaptation import entropy
 from upfl.personalize.calibration import fitted
 from upfl.state import State
 
-
-class RefitHyper(Hyper):
-    shrinkage: float = Field(0.01, gt=0, le=1, description="of the covariance towards a multiple of the identity")
+H = TypeVar("H", bound=Hyper)
 
 
-class Refit(Personalizer[RefitHyper]):
-    name = "refit"
-    title = "last layer refitted"
-    Hyper = RefitHyper
+class NewLayer(Personalizer[H]):
+    """The published model with a last layer that all training clients fitted: `Layer`."""
+
+    Layer: ClassVar[type[LastLayer]]
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
@@ -72,10 +71,10 @@ class Refit(Personalizer[RefitHyper]):
         return super().why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (Need.of(Discriminant, self),)
+        return (Need.of(self.Layer, self),)
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
-        layer = fitted(published, f"{Discriminant.key}.{self.name}")
+        layer = fitted(published, f"{self.Layer.key}.{self.name}")
         theta = self.training.start(published, client, memory)
         names = {f"{self.training.head}.{kind}": kind for kind in ("weight", "bias")}
         refitted = theta | {name: layer[kind].to(theta[name]) for name, kind in names.items()}
@@ -92,13 +91,17 @@ class Refit(Personalizer[RefitHyper]):
         return torch.nn.functional.linear(features, params[f"{head}.weight"], params[f"{head}.bias"])
 
 
-class Discriminant(Fit):
-    """The last layer from sums over all training clients."""
+class LastLayer(Fit):
+    """A last layer from sums over all training clients: n_c, sums of features over each class, sum of h h^T."""
 
-    key = "discriminant"
     split = "train"
     scales: ClassVar = {"sums": 24, "products": 24}
-    personalizer: Refit
+    second_moments: ClassVar[bool] = True  # whether it needs the last
+    personalizer: NewLayer[Any]
+
+    @abstractmethod
+    def solve(self, counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's weight and bias. Without second moments, products are empty."""
 
     def init(self, generator: torch.Generator) -> State:
         shapes, head = self.training.model.shapes, self.training.head
@@ -110,7 +113,7 @@ class Discriminant(Fit):
             "counts": torch.zeros(classes, dtype=torch.int64),
             "sums": torch.zeros(classes, size, dtype=torch.float64),
         }
-        products = torch.zeros(size, size, dtype=torch.float64)
+        products = torch.zeros(size, size, dtype=torch.float64) if self.second_moments else None
         batches = list(client.batches("train", 256))
         x = torch.cat([batch.x for batch in batches])
         newcomer = Unlabelled(client.id, x, client.seed, client.architecture)
@@ -119,8 +122,9 @@ class Discriminant(Fit):
             h, y = self.training.features(theta, batch.x).cpu().double(), batch.y.cpu()
             up["counts"] += torch.bincount(y, minlength=classes)
             up["sums"].index_add_(0, y, h)
-            products.addmm_(h.T, h)
-        return up | {"products": products[*_triangle(size)]}, {}
+            if products is not None:
+                products.addmm_(h.T, h)
+        return up if products is None else up | {"products": products[*_triangle(size)]}, {}
 
     def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         rows, columns = _triangle(self.training.model.shapes[f"{self.training.head}.weight"][1])
@@ -131,14 +135,34 @@ class Discriminant(Fit):
         return up
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
-        rows, columns = _triangle(size := server["weight"].shape[1])
-        products = torch.empty(size, size, dtype=torch.float64)
-        products[rows, columns] = products[columns, rows] = total["products"]
-        weight, bias = discriminant(total["counts"], total["sums"], products, self.personalizer.hyper.shrinkage)
+        products = torch.empty(0)
+        if self.second_moments:
+            rows, columns = _triangle(size := server["weight"].shape[1])
+            products = torch.empty(size, size, dtype=torch.float64)
+            products[rows, columns] = products[columns, rows] = total["products"]
+        weight, bias = self.solve(total["counts"], total["sums"], products)
         return {"weight": weight, "bias": bias}
 
     def fitted(self, server: State, fit: int) -> State:
         return server
+
+
+class Discriminant(LastLayer):
+    key = "discriminant"
+
+    def solve(self, counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+        return discriminant(counts, sums, products, self.personalizer.hyper.shrinkage)
+
+
+class RefitHyper(Hyper):
+    shrinkage: float = Field(0.01, gt=0, le=1, description="of the covariance towards a multiple of the identity")
+
+
+class Refit(NewLayer[RefitHyper]):
+    name = "refit"
+    title = "last layer refitted"
+    Hyper = RefitHyper
+    Layer = Discriminant
 
 
 def _triangle(size: int) -> Tensor:

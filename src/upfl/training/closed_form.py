@@ -18,7 +18,8 @@ standardized features: Fisher's discriminant (`personalize/refit.py`), or ridge 
     ridge          logits = (H^T H + g n I)^-1 H^T Y   on centred H and Y;   g = shrinkage
 
 All that goes up are integers (`models/patches.py` says why that loses nothing), so the same samples give the same bits
-however they are dealt out, to however many clients and workers.
+however they are dealt out, to however many clients and workers. The server keeps the last pass's sums: a client's part
+can be added later, or taken away (`upfl join`, `upfl forget`).
 
 Where only some clients take part in a round, a pass takes as many rounds as it needs for every client to be asked once,
 in order. One client's second moments tell a server more about its data than a gradient does; those of all clients do
@@ -180,7 +181,7 @@ class ClosedForm(Training[ClosedFormHyper]):
     def _drawn(self, carry: State, batch: Batch) -> Tensor:
         """Patches of the samples that count, in steps, at places drawn by a hash of the image and the seed."""
         pixels = self.layer.pixels(_counting(batch)[0])
-        number = hashes(pixels.flatten(1), int(carry["seed"]), self.hyper.patches)
+        number = hashes(pixels.sum(1).flatten(1), int(carry["seed"]), self.hyper.patches)
         return self.layer.patches_at(pixels, number % self.layer.places(pixels)).flatten(0, 1)
 
     def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -237,6 +238,22 @@ class ClosedForm(Training[ClosedFormHyper]):
             sums["counts"], sums["sums"].double() / FEATURE, products, self.hyper.shrinkage, standardize=True
         )
         return {"psi.last.weight": weight, "psi.last.bias": bias}
+
+    @property
+    def last_round(self) -> int:
+        """The last round of the last pass, counted from 0."""
+        return self.passes(self.hyper) * self.rounds_a_pass - 1
+
+    def recounted(self, server: State, up: Mapping[str, Tensor], times: int) -> State:
+        """The state with a client's part of the last pass's sums once more (times = 1) or taken away (-1).
+
+        Sums are integers: what comes of them has the bits of a last pass with, or without, that client.
+        """
+        sums = {name: server[f"sum.{LAYER}.{name}"] + times * up[name] for name in self._no_sums(LAYER)}
+        self.checked(sums)
+        made = self._layer(server, {name: value.cpu() for name, value in sums.items()})
+        made = {name: value.float().contiguous().to(server[name]) for name, value in made.items()}
+        return server | prefixed(f"sum.{LAYER}", sums) | made
 
     # What newcomers receive
 
