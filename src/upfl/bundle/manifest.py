@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from upfl.contract import Diary
 from upfl.data.inputs import InputFormat
@@ -92,7 +92,11 @@ class NamedSection(_Strict):
     options: Annotated[dict[str, Any], _bounded(WIDTH)] = Field(default_factory=dict)
 
 
-ModelSection = Layers | NamedSection
+# Which of the two it is tells a table from a list; the tags are no part of a field's name (`read.py`).
+ModelSection = Annotated[
+    Annotated[Layers, Tag("<layers>")] | Annotated[NamedSection, Tag("<named>")],
+    Discriminator(lambda given: "<named>" if isinstance(given, dict | NamedSection) else "<layers>"),
+]
 
 
 class ArchitectureSection(_Strict):

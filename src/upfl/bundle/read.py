@@ -147,7 +147,8 @@ def _explained(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or '(whole)'}: {first['msg']}"
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("<"))
+    return f"{place or '(whole)'}: {first['msg']}"
 
 
 # The training and its models
