@@ -1,10 +1,15 @@
-"""`upfl demo`."""
+"""The demonstration: what it leaves behind, that its rows have the same terms, and that the README says which."""
 
-from __future__ import annotations
-
+import re
 from pathlib import Path
 
+from benchmarks import demo as benchmark
+
 from tests.plugin_methods import upfl
+from upfl.cli.demo import RATES, ROUNDS, TRAININGS, configuration
+from upfl.methods import row_name, row_title
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_demo_prints_its_table_draws_its_picture_and_does_nothing_twice(tmp_path: Path) -> None:
@@ -19,3 +24,47 @@ def test_demo_prints_its_table_draws_its_picture_and_does_nothing_twice(tmp_path
     other = upfl("demo", "--rounds", "2", "--workers", "1", "--out", tmp_path)
     assert other.code == 4
     assert "--out" in other.err
+
+
+def test_all_rows_have_the_same_federation_budget_and_round_and_differ_in_rates() -> None:
+    configs = [configuration(method) for method in TRAININGS]
+    own = {"method", "training", "personalize"}
+    budgets = [
+        config.model_dump(exclude=own)
+        | {key: config.training[key] for key in ("iterations", "batch_size", "weight_decay", "clip", "decay")}
+        for config in configs
+    ]
+    assert all(budget == budgets[0] for budget in budgets)
+    assert configs[0].evaluate_every == configs[0].rounds, "the last round, and no choice among rounds"
+    assert configs[0].partition_seed == 0
+    for config in configs:
+        assert RATES[config.method].items() <= config.training.items()
+
+
+def test_the_rates_are_among_those_that_were_tried_and_as_many_were_tried_for_each() -> None:
+    assert RATES.keys() == benchmark.TRIED.keys() == TRAININGS.keys()
+    assert {len(tried) for tried in benchmark.TRIED.values()} == {12}
+    for method, tried in benchmark.TRIED.items():
+        assert RATES[method] in tried
+        assert len({tuple(rates.items()) for rates in tried}) == 12
+
+
+def test_the_readme_says_what_the_demo_does() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    config = configuration("fedavg")
+    half = config.partition.clients // 2
+    assert f"`upfl demo`: seed 0, partition seed 0, {ROUNDS} rounds of all {half} clients" in readme
+    assert f"{half} clients with images of at most two digits" in readme
+    for training, personalizers in TRAININGS.items():
+        for personalizer in personalizers:
+            title = row_title(row_name(training, personalizer))
+            assert re.search(rf"\| {re.escape(title)} \| \d\d\.\d \| \d\d\.\d \|", readme), title
+
+
+def test_the_benchmark_trains_what_the_demo_trains(tmp_path: Path) -> None:
+    lines = list(benchmark.table(["fedavg"], [0, 1], tmp_path / "table", rounds=1))
+    assert upfl("demo", "--rounds", "1", "--workers", "1", "--out", tmp_path / "demo").code == 0
+    one, other = tmp_path / "table" / "fedavg-p0", tmp_path / "demo" / "fedavg"
+    for kind in ("config.toml", "result.json"):
+        assert (one / kind).read_text() == (other / kind).read_text()
+    assert [line.split("|")[1].strip() for line in lines[2:5]] == ["0", "1", "mean"]
