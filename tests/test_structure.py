@@ -16,7 +16,7 @@ ORDER = (
     *("errors", "suggest", "plugins", "randomness", "statistics", "state", "safe", "last_layer", "models"),
     *("contract", "training", "personalize", "methods"),
     *("data", "model_config", "config", "environment", "engine", "api"),
-    *("bundle", "onnx_export", "flower", "experiments", "report", "track", "cli"),
+    *("bundle", "onnx_export", "flower", "testing", "experiments", "report", "track", "cli"),
 )
 LONGEST = 400  # lines
 

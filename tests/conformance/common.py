@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,15 +11,14 @@ import torch
 from tests.runs import Outcome, ran
 from upfl import plugins
 from upfl.config import Config, configure
-from upfl.contract import Client, CrossFitted, Personalizer, Published, Task, Training, Unlabelled
-from upfl.data import Federation
-from upfl.data.inputs import Inputs
+from upfl.contract import Client, Personalizer, Published, Task, Training, Unlabelled
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
 from upfl.personalize.calibration import Correction
 from upfl.state import State, prefixed, select
+from upfl.testing.parts import Parts as Parts
 from upfl.training.fedavg import FedAvg
 
 plugins.load(plugins.from_environment())  # a method of one's own is checked like the others
@@ -177,27 +175,6 @@ def assert_storable(state: State) -> None:
             assert value.isfinite().all(), name
         else:
             assert value.dtype == torch.int64, name
-
-
-@dataclass(frozen=True)
-class Parts:
-    config: Config
-    federation: Federation
-    inputs: Inputs
-    training: Training[Any]
-    personalizers: dict[str, Personalizer[Any]]
-    server: State
-    given: CrossFitted
-
-    def client(self, id: int, round: int = 0) -> LocalClient:
-        return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
-
-    @property
-    def published(self) -> Published:
-        return self.given.published
-
-    def memory(self, id: int) -> State | None:
-        return self.training.memory(self.client(id)) if self.training.remembers else None
 
 
 _straight: dict[str, Outcome] = {}

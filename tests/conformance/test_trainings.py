@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.conformance.common import (
@@ -13,95 +15,26 @@ from tests.conformance.common import (
     Parts,
     assert_storable,
     briefly,
-    folded,
     of_every_training,
     of_remembering_trainings,
-    snapshot,
     train_one,
 )
 from tests.runs import assert_same_bits, begun
 from tests.shifted import ShiftedInputs, shifted_state
-from upfl.contract import Batch, Published
+from upfl.contract import Batch
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
-from upfl.engine.setup import assemble
 from upfl.randomness import generator
 from upfl.state import State
+from upfl.testing import TRAINING_CHECKS
 
 
 @of_every_training
-def test_state_stays_contiguous_single_precision_of_the_same_names(name: str, parts: Parts) -> None:
-    training, server = parts.training, parts.server
-    assert_storable(server)
-    for round in range(2):
-        clients = [parts.client(i, round) for i in range(3)]
-        after = training.aggregate(snapshot(server), folded(training, server, clients), round)
-        assert_storable(after)
-        assert {key: value.shape for key, value in after.items()} == {key: v.shape for key, v in server.items()}
-        assert not all(torch.equal(after[key], server[key]) for key in server)
-        server = after
-    assert_storable(training.publish(server))
-
-
-@of_every_training
-def test_what_goes_up_is_finite_or_integers_and_contiguous(name: str, parts: Parts) -> None:
-    ups = [
-        train_one(parts.training, parts.server, parts.training.memory(parts.client(i)), parts.client(i))[0]
-        for i in range(2)
-    ]
-    for up in ups:
-        assert up
-        for key, value in up.items():
-            assert value.is_contiguous(), key
-            assert not value.requires_grad, key
-            assert value.is_floating_point() or value.dtype in (torch.int8, torch.int64), key
-            assert not value.is_floating_point() or value.isfinite().all(), key
-    forms = [{key: (value.shape, value.dtype) for key, value in up.items()} for up in ups]
-    assert forms[0] == forms[1]
-
-
-@of_every_training
-def test_a_clients_round_changes_neither_the_server_nor_its_memory(name: str, parts: Parts) -> None:
-    training, client = parts.training, parts.client(1)
-    memory = training.memory(client)
-    server_before, memory_before = snapshot(parts.server), snapshot(memory)
-    up, kept = train_one(training, parts.server, memory, client)
-    assert_same_bits(parts.server, server_before)
-    assert_same_bits(memory, memory_before)
-    sent, remembered = snapshot(up), snapshot(kept)
-    total = FixedPointSum(up, 1, training.scales)
-    total.add(up)
-    training.aggregate(snapshot(parts.server), total, 0)
-    training.publish(parts.server)
-    assert_same_bits(parts.server, server_before)
-    assert_same_bits(up, sent)
-    assert_same_bits(kept, remembered)
-
-
-@of_every_training
-def test_a_clients_round_is_a_function_of_its_arguments(name: str, parts: Parts) -> None:
-    """Trained again, after another client, and by another object: the same bits."""
-    first, first_kept = train_one(parts.training, parts.server, parts.training.memory(parts.client(1)), parts.client(1))
-    train_one(parts.training, parts.server, parts.training.memory(parts.client(2)), parts.client(2))
-    other = assemble(parts.config).training
-    for training in (parts.training, other):
-        up, kept = train_one(training, parts.server, training.memory(parts.client(1)), parts.client(1))
-        assert_same_bits(up, first)
-        assert_same_bits(kept, first_kept)
-
-
-@of_every_training
-def test_a_state_that_went_through_a_file_trains_to_the_same_bits(name: str, parts: Parts, tmp_path: Path) -> None:
-    """A file may order names anew."""
-    folder, training, client = RunFolder.create(tmp_path / "run", parts.config), parts.training, parts.client(1)
-    folder.save_best(Published(parts.server, 1))
-    memory = training.memory(client)
-    ours, kept = train_one(training, folder.load_best(1).state, memory, client)
-    expected, expected_kept = train_one(training, parts.server, memory, client)
-    assert_same_bits(ours, expected)
-    assert_same_bits(kept, expected_kept)
+@pytest.mark.parametrize("check", TRAINING_CHECKS, ids=lambda check: check.__name__)
+def test_a_training_keeps_to_the_contract(name: str, check: Callable[[Parts], None], parts: Parts) -> None:
+    check(parts)
 
 
 @of_every_training
@@ -140,21 +73,6 @@ def _with_padding(batch: Batch) -> Batch:
     index = torch.cat([batch.index[:3], batch.index])
     mask = torch.cat([torch.zeros(len(noise)), mask])
     return Batch(x.contiguous(memory_format=torch.channels_last), y, mask, drawn, index)
-
-
-@of_every_training
-def test_the_local_rate_is_positive_and_does_not_grow(name: str, parts: Parts) -> None:
-    rates = [parts.training.local_rate(round) for round in (0, 1, 50)]
-    assert rates[0] >= rates[1] >= rates[2] >= 0
-    assert (rates[2] > 0) == parts.training.takes_steps
-
-
-@of_every_training
-def test_only_trainings_that_say_so_remember(name: str, parts: Parts) -> None:
-    memory = parts.training.memory(parts.client(1))
-    _, kept = train_one(parts.training, parts.server, memory, parts.client(1))
-    assert bool(kept) == bool(memory) == parts.training.remembers
-    assert memory.keys() <= kept.keys() or not parts.training.remembers
 
 
 @of_remembering_trainings

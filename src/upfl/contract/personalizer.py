@@ -53,6 +53,9 @@ class Personalizer(ABC, Generic[H]):
     name: ClassVar[str]
     title: ClassVar[str]
     Hyper: ClassVar[type[Any]]
+    # What the predictor, which later samples ask, says about the client's own: the `same` as `logits`; `near` to it, or
+    # what the model said `before`, where these are judged together.
+    later: ClassVar[Literal["same", "near", "before"]] = "same"
     takes_settings_of: ClassVar[str] = ""  # the personalizer whose searched values of the paper are its own, too
 
     def __init__(self, training: Training[Any], hyper: H) -> None:

@@ -70,6 +70,7 @@ class AutoHyper(Hyper):
 class Auto(Personalizer[AutoHyper]):
     name = "auto"
     title = "the most promising personalizer"
+    later = "near"
     Hyper = AutoHyper
     takes_settings_of = "early-stopped"
 

@@ -230,6 +230,7 @@ class Correction(Personalizer[H]):
     For it, training clients play the newcomer when they validate, too: they bring no memory.
     """
 
+    later = "near"
     Base: ClassVar[type[Personalizer[Any]]] = Nothing
 
     def __init__(self, training: Training[Any], hyper: H) -> None:

@@ -28,6 +28,7 @@ class LameHyper(Hyper):
 class Lame(Personalizer[LameHyper]):
     name = "lame"
     title = "agreement of neighbours"
+    later = "before"
     Hyper = LameHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:

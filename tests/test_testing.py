@@ -1,0 +1,180 @@
+"""The public checks: they pass for what is right, and find what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import plugin_models
+from upfl import models
+from upfl.contract import Batch, Client, Personalized, Published, Unlabelled
+from upfl.errors import ConfigError
+from upfl.methods import PERSONALIZERS, TRAININGS
+from upfl.personalize.nothing import Nothing
+from upfl.state import State
+from upfl.testing import CheckError, check_model, check_personalizer, check_training
+from upfl.testing.parts import parts_of, small
+from upfl.training.fedavg import FedAvg
+
+
+@pytest.mark.parametrize("name", ["mlp", "convnet", "linear", "resnet8", "own-batchnorm", "own-dropout", "own-convnet"])
+def test_models_that_are_right_pass(name: str) -> None:
+    remarks = check_model(name, shape=(2, 8, 8), classes=5)
+    assert ("running statistics" in remarks) == (name == "own-batchnorm")
+
+
+def test_a_model_says_which_methods_cannot_take_it() -> None:
+    models.register("no-head", lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes), nn.Tanh()))
+    assert "refit, FedADG and ODPFL-HN cannot take it" in check_model("no-head")
+
+
+class Leaky(plugin_models.Mlp):
+    """Remembers the last batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        before, self.last = getattr(self, "last", z.detach()), z.detach()
+        return z + 0.1 * before.mean()
+
+
+class Neighbourly(plugin_models.Mlp):
+    """Looks at the samples beside one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (Leaky, "apply: other bits the second time"),
+        (Neighbourly, "apply: a prediction depends on the samples beside it"),
+        (lambda shape, classes: plugin_models.Mlp(shape, classes + 1), "classes need"),
+    ],
+)
+def test_models_that_are_wrong_are_found(model: Any, found: str) -> None:
+    models.register("wrong", model)
+    with pytest.raises(CheckError, match=found):
+        check_model("wrong")
+
+
+@pytest.mark.parametrize(("name", "model"), [("fedavg", "own-batchnorm"), ("fedtta", "own-dropout"), ("fedper", None)])
+def test_trainings_that_are_right_pass(name: str, model: str | None) -> None:
+    check_training(name, model=model)
+
+
+class Grasping(FedAvg):
+    """Trains the server's own tensors."""
+
+    name = "grasping"
+    title = "Grasping"
+
+    def carry(self, models: State) -> State:
+        return dict(models)
+
+
+class Counting(FedAvg):
+    """Remembers by itself how many steps it has made."""
+
+    name = "counting-itself"
+    title = "Counting"
+    steps = 0
+
+    def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
+        self.steps += 1
+        carry["psi.fc1.bias"].add_(self.steps * 1e-3)
+        return super().step(carry, batch, round)
+
+
+class Hoarding(FedAvg):
+    """Keeps what it does not say."""
+
+    name = "hoarding"
+    title = "Hoarding"
+
+    def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
+        up, _ = super().finish(server, carry, client)
+        return up, {"seen": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Grasping, "changed the server's state|the state is as it was"),
+        (Counting, "a client's round, again"),
+        (Hoarding, "remembers = False, and a client keeps 1 tensors"),
+    ],
+)
+def test_trainings_that_are_wrong_are_found(kind: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRAININGS, kind.name, kind)
+    with pytest.raises(CheckError, match=found):
+        check_training(kind)
+
+
+@pytest.mark.parametrize("name", ["tent", "refit", "label-shift", "lame"])
+def test_personalizers_that_are_right_pass(name: str) -> None:
+    check_personalizer(name, model="own-batchnorm")
+
+
+class Shrinking(Nothing):
+    """Changes what was published."""
+
+    name = "shrinking"
+    title = "Shrinking"
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        for value in published.state.values():
+            value.mul_(0.9)
+        return super().personalize(published, client, memory)
+
+
+class Transductive(Nothing):
+    """Judges its own samples together and does not say so."""
+
+    name = "transductive"
+    title = "Transductive"
+
+    def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+        plain = super().personalize(published, client, memory)
+        return Personalized(plain.before, plain.logits - plain.logits.mean(0), plain.predictor, plain.diary)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Shrinking, "personalize changed what it was given"),
+        (Transductive, "later = 'same', and the predictor says something else"),
+    ],
+)
+def test_personalizers_that_are_wrong_are_found(kind: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PERSONALIZERS, kind.name, kind)
+    with pytest.raises(CheckError, match=found):
+        check_personalizer(kind)
+
+
+def test_what_is_not_registered_is_told() -> None:
+    with pytest.raises(CheckError, match="grasping: register it first"):
+        check_training(Grasping)
+
+
+def pairs() -> list[Any]:
+    """Every training with every personalizer that fits it, on a residual network and on one with BatchNorm."""
+    full = pytest.mark.full
+    return [pytest.param(model, name, marks=full) for model in ("resnet8", "own-batchnorm") for name in TRAININGS]
+
+
+@pytest.mark.parametrize(("model", "name"), pairs())
+def test_every_training_that_fits_runs_on_modules_with_every_personalizer_that_fits(model: str, name: str) -> None:
+    options = {"name": "resnet8", "width": 0.25} if model == "resnet8" else model
+    sizes = ["model.sizes={}"] if TRAININGS[name].heterogeneous else []
+    try:
+        training = parts_of(small(name, options, sizes)).training
+    except ConfigError as error:
+        assert "does not fit this model" in str(error)  # noqa: PT017 - which training takes which model is not known here
+        return
+    check_training(name, model=options, settings=sizes)
+    for personalizer in [key for key, one in PERSONALIZERS.items() if one.why_not(training) is None]:
+        check_personalizer(personalizer, training=name, model=options, settings=sizes)
