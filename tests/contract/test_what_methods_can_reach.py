@@ -24,7 +24,7 @@ def test_a_personalizers_client_has_no_place_for_labels() -> None:
 
 
 ALLOWED = {
-    *("abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "operator", "typing"),
+    *("abc", "collections", "dataclasses", "enum", "fnmatch", "functools", "itertools", "math", "operator", "typing"),
     *("__future__", "pydantic", "torch"),
 }
 ALLOWED_OWN = (
