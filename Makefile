@@ -11,7 +11,7 @@ EXTRAS := dev,flower,mlflow,onnx,search,tensorboard
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
-demo: $(STAMP)   ## train a small federation, let unlabelled newcomers join, show what they gain (about two minutes)
+demo: $(STAMP)   ## train a small federation, let unlabelled newcomers join, show what they gain (half a minute)
 	$(BIN)/upfl demo
 
 test: $(STAMP)   ## the test suite

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import upfl
 from upfl.errors import RunError
 from upfl.report.collect import METRICS_PACKED, collect
 
+ROOT = Path(__file__).parents[1]
 PAGE = "# A page\n\n<!-- build: accuracy small fedavg tent -->\nold\n<!-- end -->\n\nBy hand.\n"
 
 
@@ -71,3 +73,19 @@ def test_the_pages_say_what_the_summaries_say() -> None:
 def test_the_summaries_are_small() -> None:
     files = [file for file in build.SUMMARIES.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= build.LIMIT
+
+
+def test_every_accuracy_in_the_readme_stands_in_the_results() -> None:
+    readme = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    cells = {cell.strip(" *") for line in readme.splitlines() if line.startswith("|") for cell in line.split("|")}
+    shown = {cell for cell in cells if re.fullmatch(r"\d+\.\d+", cell)}
+    measured = "\n".join(page.read_text(encoding="utf-8") for page in build.HERE.glob("*.md"))
+    there = {float(number) for number in re.findall(r"\d+\.\d+", measured)}
+    missing = [cell for cell in shown if not any(_rounds_to(number, cell) for number in there)]
+    assert shown
+    assert not missing
+
+
+def _rounds_to(number: float, cell: str) -> bool:
+    digits = len(cell.partition(".")[2])
+    return abs(number - float(cell)) <= 0.5 / 10.0**digits + 1e-9

@@ -109,7 +109,11 @@ def test_a_training_that_does_not_claim_it_is_refused() -> None:
 def test_the_precision_of_matrix_products_is_set_for_a_run_and_put_back() -> None:
     products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision
-    for name, setting in (("bf16", "bf16"), ("tf32", "tf32"), ("float32", "ieee")):
+    for name, setting in (("bf16", "bf16"), ("tf32", "tf32"), ("float32", before)):
         with matrix_precision(name):
             assert products.fp32_precision == setting
-    assert products.fp32_precision == before
+        assert products.fp32_precision == before
+    with matrix_precision("tf32"), matrix_precision("float32"):
+        assert products.fp32_precision == "ieee"
+    with matrix_precision("float32"):
+        torch._C._get_cudnn_allow_tf32()  # torch.export asks this, and it raises where PyTorch's own setting was changed

@@ -86,7 +86,8 @@ def test_what_is_known_of_new_clients_plays_no_part(
                 for key in [key for key in row if key.startswith("test")]:
                     del row[key]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (path / "result.json").unlink()
+        for file in (path / "result.json", *path.glob("checkpoint*")):  # a checkpoint knows its metrics
+            file.unlink()
         return ""
 
     monkeypatch.setattr(module._Processes, "train", blinded)
@@ -204,5 +205,6 @@ def test_without_optuna_the_error_says_what_to_install(tmp_path: Path, monkeypat
 
 def test_validation_is_that_of_the_row(tmp_path: Path) -> None:
     rows = [{"tent": {"validation": 50.0}, "fedavg": {"validation": 90.0}}, {"tent": {"validation": 60.0}}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"rows": row}) + "\n" for row in rows) + '{"loss": 1}\n')
+    lines = [{"round": 1, "rows": rows[0]}, {"round": 2, "rows": rows[1]}, {"round": 3, "loss": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert best_validation(tmp_path, "tent") == 60.0

@@ -89,7 +89,7 @@ def test_a_class_is_its_own_name() -> None:
     assert config.model.name == "own-dropout"  # as it is registered
     with pytest.raises(ConfigError, match="a function with a name of its own"):
         small(model=Local)  # nobody else could find it
-    assert small(model=Net).model.name == "tests.test_own_models:Net"
+    assert small(model=Net).model.name == "tests.models.test_own_models:Net"
     assert models.entry("tests.plugin_models:Mlp").factory is plugin_models.Mlp
 
 

@@ -10,7 +10,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from tests.test_refit import Holder, dealt, gaussians
+from tests.helpers.last_layer import Holder, dealt, gaussians
 from upfl.contract import CrossFitted, Published, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.models import mlp

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,11 @@ from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import Tensor
 
+from tests.helpers.last_layer import Holder, dealt, gaussians
 from upfl.api import accuracy, train
 from upfl.bundle import Bundle, export
 from upfl.config import configure
-from upfl.contract import Batch, CrossFitted, Published, Split, Task, Unlabelled
+from upfl.contract import CrossFitted, Published, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.errors import BadClientError
 from upfl.last_layer import discriminant
@@ -31,44 +31,12 @@ from upfl.training.fedavg import FedAvg, FedAvgHyper
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def gaussians(n: int, classes: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Classes of unequal sizes with means of their own and one covariance that is not a multiple of the identity."""
-    rng = np.random.default_rng(seed)
-    y = np.concatenate([np.arange(classes), rng.choice(classes, n - classes, p=rng.dirichlet(np.full(classes, 3.0)))])
-    means, root = 2 * rng.normal(size=(classes, size)), rng.normal(size=(size, size))
-    return torch.tensor(means[y] + rng.normal(size=(n, size)) @ root + 5), torch.tensor(y)
-
-
 def sums(h: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.bincount(y, minlength=classes),
         torch.stack([h[y == c].sum(0) for c in range(classes)]),
         torch.einsum("ni,nj->ij", h, h),
     )
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A training client that holds these samples."""
-
-    x: Tensor
-    y: Tensor
-    id: int = 0
-    round: int = 0
-    seed: int = 0
-    architecture: str = ""
-
-    @property
-    def count(self) -> int:
-        return len(self.y)
-
-    def generator(self, purpose: str) -> torch.Generator:
-        return generator(0, purpose)
-
-    def batches(self, split: Split, size: int) -> Iterator[Batch]:
-        assert split == "train", "validation labels must not reach this fit"
-        for start in range(0, len(self.y), size):
-            yield Batch(self.x[start : start + size], self.y[start : start + size])
 
 
 def fit(holders: Sequence[Holder], classes: int, shrinkage: float = 0.01) -> tuple[Refit, Published]:
@@ -88,10 +56,6 @@ def fit(holders: Sequence[Holder], classes: int, shrinkage: float = 0.01) -> tup
     results = stage.results(stage.aggregate(server, total, 0))
     assert len(results) == 1, "there are no folds where validation labels play no part"
     return personalizer, Published(published.state, 1, fitted=results[0])
-
-
-def dealt(x: Tensor, y: Tensor, to: Tensor) -> list[Holder]:
-    return [Holder(x[to == i], y[to == i], i) for i in sorted(set(to.tolist()))]
 
 
 @pytest.mark.parametrize("shrinkage", [0.01, 0.4, 1.0])

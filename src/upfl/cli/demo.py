@@ -26,8 +26,8 @@ TRAININGS = {
     "fedtta-prox": ("one-step", "early-stopped"),
 }
 ROUNDS = 40
-# Four or five of a training client's 30 images train and the others validate. With many labels digits are too easy:
-# FedAvg alone has 97% then, and the choice of rates by few validation samples is a matter of luck (results/digits.md).
+# Four or five of a training client's 30 images train and the others validate. With many labels FedAvg leaves little to
+# gain on digits, and rates chosen by few validation samples are a matter of luck (results/digits.md).
 SCALE = ("partition.clients=60", "partition.validation=0.85", "training.iterations=5")
 RATES: dict[str, dict[str, float]] = {
     "fedavg": {"lr": 0.5},

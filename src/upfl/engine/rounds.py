@@ -283,8 +283,11 @@ class Engine(Generic[C]):
 def matrix_precision(name: str) -> Iterator[None]:
     """How products of float32 matrices may be computed, where the device has a faster way; all else stays float32."""
     backends: Any = torch.backends  # whose stubs do not know the field
-    before = backends.fp32_precision
-    backends.fp32_precision = "ieee" if name == "float32" else name
+    before, wanted = backends.fp32_precision, "ieee" if name == "float32" else name
+    if wanted == "ieee" and before == "none":  # PyTorch's own, and the same: once set, its exporter refuses to work
+        yield
+        return
+    backends.fp32_precision = wanted
     try:
         yield
     finally:
