@@ -116,4 +116,4 @@ def test_the_precision_of_matrix_products_is_set_for_a_run_and_put_back() -> Non
     with matrix_precision("tf32"), matrix_precision("float32"):
         assert products.fp32_precision == "ieee"
     with matrix_precision("float32"):
-        torch._C._get_cudnn_allow_tf32()  # torch.export asks this, and it raises where PyTorch's own setting was changed
+        torch._C._get_cudnn_allow_tf32()  # torch.export asks this; it raises where PyTorch's own setting was changed
