@@ -171,6 +171,29 @@ def test_gradients_that_are_one_tensor_are_told_apart() -> None:
     torch.testing.assert_close(change["a"], -0.1 * expected["a"].double() / size, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_module_sees_images_channels_first_in_memory_however_they_come(channels: int) -> None:
+    """Of one channel a tensor is contiguous both ways, and its strides decide which kernels a convolution takes."""
+    seen: list[tuple[int, ...]] = []
+
+    class Looking(nn.Module):
+        def __init__(self, shape: Any, classes: int) -> None:
+            super().__init__()
+            self.fc = nn.Linear(channels * 64, classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.stride())
+            return self.fc(x.flatten(1))  # type: ignore[no-any-return]
+
+    models.register("looking", Looking)
+    model = models.entry("looking").make((channels, 8, 8), CLASSES, {})
+    params = model.init(generator(0))
+    seen.clear()
+    x = torch.randn(5, channels, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert torch.equal(model.apply(params, x), model.apply(params, x.contiguous()))
+    assert set(seen) == {(64 * channels, 64, 8, 1)}
+
+
 def test_the_head_is_what_makes_logits_of_the_features() -> None:
     for name, head in (("own-mlp", "fc3"), ("own-batchnorm", "10"), ("resnet8", "head")):
         model = own(name)

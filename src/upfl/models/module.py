@@ -129,7 +129,7 @@ class Module(Functional):
         for name in self.buffers:
             value = params[name]
             given[name.removeprefix(BUFFERS)] = value.clone() if mode == "batchwise" else value
-        logits: Tensor = functional_call(self._net, given, (x.contiguous(),), tie_weights=False)
+        logits: Tensor = functional_call(self._net, given, (_channels_first(x),), tie_weights=False)
         return logits
 
     def _prepare(self, mode: str, learns: bool, device: torch.device) -> None:
@@ -235,3 +235,13 @@ class Headed(Functional):
 
     def why_not_twice(self) -> str | None:
         return self._body.why_not_twice()
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    """The same samples as modules expect them in memory, strides included.
+
+    Images of one channel pass for either layout, and a convolution then takes the strides' word for it. With channels
+    last and fewer than eight of them, oneDNN's gradient of a 1x1 convolution with a stride writes past its memory
+    (PyTorch 2.13 on AVX2): the process dies later, somewhere else.
+    """
+    return x.contiguous().flatten().view(x.shape)
