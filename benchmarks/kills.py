@@ -29,6 +29,7 @@ from upfl.safe.tensors import read_file
 METHODS = ("hetero-fedtta", "fedtta", "scaffold", "fedavg", "pfl-ensemble", "odpfl-hn", "fedadg", "closed-form")
 COMMON = ("--profile", "smoke", "--rounds", "12", "--clients-per-round", "6", "--evaluate-every", "4")
 SETTINGS = ("--set", "partition.clients=24")
+MORE = {"closed-form": ("--clients-per-round", "12")}  # asked in turn: twelve rounds, twelve passes
 
 
 def main() -> None:
@@ -65,7 +66,8 @@ def main() -> None:
 
 
 def train(method: str, path: Path, workers: int) -> list[str]:
-    return ["train", method, "digits", *COMMON, *SETTINGS, "--out", str(path), "--workers", str(workers), "--json"]
+    scale = (*COMMON, *MORE.get(method, ()), *SETTINGS)
+    return ["train", method, "digits", *scale, "--out", str(path), "--workers", str(workers), "--json"]
 
 
 def call(arguments: list[str]) -> subprocess.Popen[bytes]:
