@@ -8,7 +8,7 @@ class UpflError(Exception):
 
     reason = "it failed; its own log says why"  # what other machines may know of it: the message may name files or data
 
-    def told(self) -> Self:
+    def public(self) -> Self:
         """The same error, whose message other machines may know."""
         self.reason = str(self)
         return self

@@ -100,7 +100,7 @@ def chosen(
 
 def _check_names(where: str, entry: models.Entry, given: Mapping[str, Any], further: tuple[str, ...] = ()) -> None:
     fields = entry.Hyper.model_fields
-    strange = [key for key in given if key not in fields]
-    if strange and entry.Hyper.model_config.get("extra") != "allow":
+    others = [key for key in given if key not in fields]
+    if others and entry.Hyper.model_config.get("extra") != "allow":
         valid = dict.fromkeys(f"{where}.{key}" for key in ("name", *further, *fields))
-        raise ConfigError(f"model '{entry.name}': {unknown('option', f'{where}.{strange[0]}', valid)}")
+        raise ConfigError(f"model '{entry.name}': {unknown('option', f'{where}.{others[0]}', valid)}")

@@ -27,7 +27,7 @@ from upfl.experiments.definitions import EXPERIMENTS
 from upfl.experiments.diary import write_diary
 from upfl.experiments.newcomers import newcomers_file, score_on_newcomers
 from upfl.experiments.plan import Job, plan
-from upfl.personalize.fedtta import EarlyStopped, EarlyStoppedHyper, OneStep, OneStepHyper
+from upfl.personalize.fedtta import EarlyStopped, EarlyStoppedHyper, GuidedHyper, OneStep
 from upfl.personalize.tent import Tent, TentHyper
 
 
@@ -240,7 +240,7 @@ def test_the_diary_follows_the_personalizers_own_steps(shifted: api.Run) -> None
     hyper = EarlyStoppedHyper(steps=6, patience=7)
     with one_thread(), torch.no_grad():
         patient = EarlyStopped(shifted.training, hyper).personalize(shifted.published("early-stopped"), client)
-        single = OneStep(shifted.training, OneStepHyper()).personalize(shifted.published("one-step"), client)
+        single = OneStep(shifted.training, GuidedHyper()).personalize(shifted.published("one-step"), client)
     assert early["entropy"] == pytest.approx(patient.diary.entropy, abs=1e-7)
     assert early["loss"] == patient.diary.loss
     assert one["accuracy"][0] == api.accuracy(single.before, labels)

@@ -43,11 +43,11 @@ def newcomers(tmp_path: Path) -> tuple[InProcessGrid, np.ndarray]:
 def test_newcomers_personalize_and_send_back_only_what_their_owner_allows(trained: Path, tmp_path: Path) -> None:
     grid, chosen = newcomers(tmp_path)
     settings = Settings(mode="personalize", bundle=trained / "bundle", profile="smoke", min_nodes=2, wait=5, timeout=5)
-    told = {about.pop("node"): about for about in personalize(grid, settings)}
-    assert told.keys() == {2, 3, 4}
-    assert told[2] == {"samples": 120}
-    assert told[3].keys() >= {"samples", "entropy", "personalizer"}
-    assert told[4] == {"problem": "it could not personalize; its own log says why"}
+    answers = {about.pop("node"): about for about in personalize(grid, settings)}
+    assert answers.keys() == {2, 3, 4}
+    assert answers[2] == {"samples": 120}
+    assert answers[3].keys() >= {"samples", "entropy", "personalizer"}
+    assert answers[4] == {"problem": "it could not personalize; its own log says why"}
     source = data.load("digits")
     mine, bundle = PersonalModel.load(tmp_path / "me"), Bundle.load(trained / "bundle")
     again = bundle.personalize(source.images[chosen], "none")
@@ -94,8 +94,8 @@ def test_a_newcomer_of_each_size_personalizes_from_the_bundle_of_a_heterogeneous
     settings = Settings(
         mode="personalize", bundle=tmp_path / "run" / "bundle", profile="smoke", min_nodes=3, wait=5, timeout=5
     )
-    told = {about["node"]: about for about in personalize(InProcessGrid(asked | odd), settings)}
-    assert "problem" in told[9]
+    answers = {about["node"]: about for about in personalize(InProcessGrid(asked | odd), settings)}
+    assert "problem" in answers[9]
     models = [PersonalModel.load(tmp_path / size) for size in sizes]
     assert [model.manifest.architecture for model in models] == sizes
     assert len({sum(value.numel() for value in model.predictor.params[0].values()) for model in models}) == 3

@@ -145,10 +145,10 @@ def test_auto_tells_an_accuracy_whatever_it_chooses() -> None:
     for here in (feature_shift(), world(pairs(6, 12), pairs(6, 12), samples=40, apart=1.2)):
         personalizer = here.personalizer("auto")
         fitted = here.fit(personalizer)
-        told = [
+        estimates = [
             personalizer.personalize(fitted.published, Unlabelled(i, x)).diary.accuracy
             for i, x in enumerate(here.new_logits)
         ]
         truth = accuracy(here, personalizer, fitted)
-        assert np.mean([100 * after.value for _, after in told]) == pytest.approx(truth, abs=5)
-        assert all(0 <= one.low <= one.value <= one.high <= 1 for both in told for one in both)
+        assert np.mean([100 * after.value for _, after in estimates]) == pytest.approx(truth, abs=5)
+        assert all(0 <= one.low <= one.value <= one.high <= 1 for both in estimates for one in both)

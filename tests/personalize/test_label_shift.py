@@ -294,8 +294,8 @@ def test_the_gates_loss_is_the_clients_own_log_likelihood(shifted: World, fits: 
             right = found.logits.double().softmax(1)[torch.arange(len(y)), y]
             loss -= float((0.99 * right + 0.01 / found.logits.shape[1]).log().sum())  # a hundredth is chance
         expected.append(loss / sum(map(len, shifted.labels)))
-    told = fits.published.fitted["gate.label-shift.loss"]
-    np.testing.assert_allclose(told, np.array(expected) - expected[-1], atol=1e-5)
+    found_losses = fits.published.fitted["gate.label-shift.loss"]
+    np.testing.assert_allclose(found_losses, np.array(expected) - expected[-1], atol=1e-5)
 
 
 def families(clients: int = 20, samples: int = 40, new_samples: int = 6) -> World:

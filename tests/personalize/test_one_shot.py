@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from tests.helpers.last_layer import Holder, dealt, gaussians
-from upfl.contract import CrossFitted, Published, Task, Unlabelled
+from upfl.contract import CrossFitted, Hyper, Published, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.models import mlp
-from upfl.personalize.one_shot import Fed3R, Fed3RHyper, FedNCM, FedNCMHyper
+from upfl.personalize.one_shot import Fed3R, Fed3RHyper, FedNCM
 from upfl.personalize.refit import NewLayer
 from upfl.randomness import generator
 from upfl.state import prefixed, select
@@ -59,7 +59,7 @@ def test_fed3r_is_ridge_regression_with_a_penalized_intercept_and_normalized_cla
 def test_fedncm_has_the_directions_of_the_class_means_and_sends_no_second_moments() -> None:
     x, y = gaussians(200, 3, 5)
     holders = dealt(x.float(), y, y % 2)
-    personalizer, published = fit(FedNCM, FedNCMHyper(), holders, 3)
+    personalizer, published = fit(FedNCM, Hyper(), holders, 3)
     h = features(personalizer, published, x.float())
     means = normalize(torch.stack([h[y == c].mean(0) for c in range(3)]), dim=1)
     torch.testing.assert_close(published.fitted["means.fedncm.weight"], means, rtol=1e-5, atol=1e-6)
@@ -70,7 +70,7 @@ def test_fedncm_has_the_directions_of_the_class_means_and_sends_no_second_moment
     assert stage.finish(stage.init(generator(0)), {}, holders[0])[0].keys() == {"counts", "sums"}
 
 
-@pytest.mark.parametrize(("kind", "hyper"), [(Fed3R, Fed3RHyper()), (FedNCM, FedNCMHyper())])
+@pytest.mark.parametrize(("kind", "hyper"), [(Fed3R, Fed3RHyper()), (FedNCM, Hyper())])
 def test_the_layer_does_not_depend_on_who_holds_what_and_does_without_a_class(
     kind: type[NewLayer[Any]], hyper: Any
 ) -> None:

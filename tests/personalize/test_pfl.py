@@ -15,10 +15,10 @@ from tests.reference import CLASSES, Case, Somebody, forward_mlp
 from upfl import api
 from upfl.cli.methods import methods as show_methods
 from upfl.cli.runs import show_runs
-from upfl.contract import Published, Task, Unlabelled
+from upfl.contract import Hyper, Published, Task, Unlabelled
 from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine
-from upfl.personalize.pfl import Ensemble, PFLHyper, Sampled
+from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.randomness import generator
 from upfl.state import select
 from upfl.training.fedper import FedPer
@@ -68,7 +68,7 @@ def members(case: Case) -> Members:
 
 def test_pfl_ensemble_is_the_mean_of_all_members_logits(members: Members) -> None:
     client, later = members.newcomer(0), members.newcomer(1).x
-    personalized = Ensemble(members.training, PFLHyper()).personalize(members.published, client)
+    personalized = Ensemble(members.training, Hyper()).personalize(members.published, client)
     for x, logits in ((client.x, personalized.logits), (later, personalized.predict_logits(later))):
         every = torch.stack([members.logits(i, x) for i in range(5)])
         torch.testing.assert_close(logits, every.mean(0), rtol=1e-4, atol=1e-5)
@@ -76,7 +76,7 @@ def test_pfl_ensemble_is_the_mean_of_all_members_logits(members: Members) -> Non
 
 
 def test_pfl_sampled_is_one_members_model_drawn_from_newcomer_and_seed(members: Members) -> None:
-    method = Sampled(members.training, PFLHyper())
+    method = Sampled(members.training, Hyper())
 
     def drawn(id: int, seed: int) -> int:
         client = members.newcomer(id, seed)
@@ -102,7 +102,7 @@ def test_a_training_client_validates_with_its_own_model(
     members: Members, method: type[Sampled] | type[Ensemble]
 ) -> None:
     client = members.newcomer(3)
-    personalized = method(members.training, PFLHyper()).personalize(
+    personalized = method(members.training, Hyper()).personalize(
         members.published, client, members.published.members[3]
     )
     torch.testing.assert_close(personalized.logits, members.logits(3, client.x), rtol=1e-4, atol=1e-5)

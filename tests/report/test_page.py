@@ -79,8 +79,8 @@ def test_bytes_sent_are_shown_where_runs_have_them(runs: Path, tmp_path: Path) -
     silent = [{key: value for key, value in line.items() if not key.startswith("bytes_")} for line in lines]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in silent))
     assert "Sent up" not in write_and_read(tmp_path / "run", tmp_path / "without")
-    told = [line | {"bytes_up": 2_000_000, "bytes_down": 500_000} for line in lines]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    counted = [line | {"bytes_up": 2_000_000, "bytes_down": 500_000} for line in lines]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in counted))
     write_and_read(tmp_path / "run", tmp_path / "with")
     (line,) = read(tmp_path / "with" / "tables" / "costs.csv")
     assert (float(line["Sent up, MB"]), float(line["Sent down, MB"])) == (12.0, 3.0)

@@ -200,7 +200,7 @@ def test_errors_tell_other_machines_nothing_of_files_and_data() -> None:
         assert "/" not in error.reason
         assert "17" not in error.reason
     assert BadClientError("its loss is not finite").reason == "its loss is not finite"
-    assert ConfigError("client is 9").told().reason == "client is 9"
+    assert ConfigError("client is 9").public().reason == "client is 9"
 
 
 def test_every_mirror_of_a_data_set_is_authenticated() -> None:

@@ -220,10 +220,10 @@ def test_whitening_and_filters_are_what_the_equations_say(tmp_path: Path) -> Non
 # Who holds what
 
 
-def dealt(federation: Federation, hands: Any, pool: NDArray[np.int64]) -> Federation:
-    """The same train split in other hands. Each client validates on what the first client validated on."""
+def dealt(federation: Federation, shares: Any, pool: NDArray[np.int64]) -> Federation:
+    """The same train split dealt out otherwise. Each client validates on what the first client validated on."""
     validation = federation.training.validation(0)
-    parts = [pool[hands[i]] for i in range(len(hands)) if len(hands[i])]
+    parts = [pool[shares[i]] for i in range(len(shares)) if len(shares[i])]
     rng = np.random.default_rng(0)
     held = [np.concatenate([rng.permutation(part), validation]) for part in parts]
     offsets = np.cumsum([0, *map(len, held)])

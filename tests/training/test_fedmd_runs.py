@@ -18,7 +18,7 @@ from upfl.config import SIZES
 from upfl.contract import Published, Unlabelled
 from upfl.engine.setup import assemble
 from upfl.models import mlp
-from upfl.personalize.fedtta import OneStep, OneStepHyper
+from upfl.personalize.fedtta import GuidedHyper, OneStep
 from upfl.randomness import generator
 from upfl.safe.tensors import read_file
 from upfl.state import select
@@ -114,7 +114,7 @@ def test_a_newcomers_models_are_a_digest_of_what_is_published(case: Case) -> Non
         assert distance(moved, difference(expected, started)) < 1e-3, name
     x = client.x.double()
     adapted = guided_step(case.forward, psi, phi, x, 0.5 * decay, 1e-4)
-    personalized = OneStep(training, OneStepHyper()).personalize(published, client)
+    personalized = OneStep(training, GuidedHyper()).personalize(published, client)
     torch.testing.assert_close(personalized.before.double(), case.forward(psi, x), rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(personalized.logits.double(), case.forward(adapted, x), rtol=1e-2, atol=1e-3)
 

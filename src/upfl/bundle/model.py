@@ -156,8 +156,8 @@ class PersonalModel:
         predicted, names = self.predict(x), np.asarray(y).astype(np.str_)
         if names.shape != predicted.shape:
             raise DataError(f"y: {len(predicted)} images need as many classes; found shape {list(names.shape)}")
-        if strange := sorted(set(names.tolist()) - set(self.classes_.tolist())):
-            raise unknown("class", strange[0], self.classes_.tolist())
+        if others := sorted(set(names.tolist()) - set(self.classes_.tolist())):
+            raise unknown("class", others[0], self.classes_.tolist())
         return float((predicted == names).mean())
 
     @cached_property

@@ -140,5 +140,5 @@ def write(
 
 
 def _layers(model: models.Model) -> ModelSection:
-    told = model.describe()
-    return NamedSection(**told) if isinstance(told, dict) else tuple(LayerSection(**layer) for layer in told)
+    made = model.describe()
+    return NamedSection(**made) if isinstance(made, dict) else tuple(LayerSection(**layer) for layer in made)

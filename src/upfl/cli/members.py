@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ from upfl.cli.console import echo
 from upfl.cli.runs import AsJson, Workers, show_runs, watched
 from upfl.engine import members
 from upfl.engine.folder import RunFolder
+from upfl.engine.rounds import Observer
 
 Run = Annotated[Path, typer.Argument(help="A run of closed-form that has ended.", metavar="RUN")]
 Client = Annotated[int, typer.Option("--client", "-c", min=0, help="The training client's number, from 0.")]
@@ -36,17 +39,14 @@ def forget(
 
     Example: upfl forget runs/cifar10-closed-form-label-shift-paper-s0 --client 3
     """
-    target = out or run.with_name(f"{run.name}-without-{client}")
-    with watched(target, f"{run.name} without client {client}", as_json) as observer:
+    with _new_run(run, "without", client, out, as_json) as (target, observer):
         if from_scratch:
             changed = members.without(RunFolder.open(run).config(), client)
             api.train(changed, target, workers=workers, observer=observer)
         else:
             members.forget(run, client, target, observer)
-    show_runs([api.Run(target)], as_json)
     if not as_json:
         kept = "" if from_scratch else " Whitening and filters are the run's, fitted with it: --from-scratch for these."
-        echo(f"run folder: {target}")
         echo(f"Nothing here comes from client {client}'s labels or features.{kept}")
         echo(f"{run} still holds its part, and so do copies of what was exported from it.")
 
@@ -66,13 +66,22 @@ def join(
 
     Example: upfl join runs/cifar10-closed-form-label-shift-paper-s0-without-3 --client 3
     """
-    target = out or run.with_name(f"{run.name}-with-{client}")
-    with watched(target, f"{run.name} with client {client}", as_json) as observer:
+    with _new_run(run, "with", client, out, as_json) as (target, observer):
         if from_scratch:
             changed = members.with_(RunFolder.open(run).config(), client)
             api.train(changed, target, workers=workers, observer=observer)
         else:
             members.join(run, client, target, observer)
+
+
+@contextmanager
+def _new_run(
+    run: Path, word: str, client: int, out: Path | None, as_json: bool
+) -> Iterator[tuple[Path, Observer | None]]:
+    """A folder to train the changed run into, and who watches; the run is shown afterwards."""
+    target = out or run.with_name(f"{run.name}-{word}-{client}")
+    with watched(target, f"{run.name} {word} client {client}", as_json) as observer:
+        yield target, observer
     show_runs([api.Run(target)], as_json)
     if not as_json:
         echo(f"run folder: {target}")

@@ -42,6 +42,7 @@ from upfl.contract.training import Published, Training
 from upfl.errors import ConfigError
 from upfl.state import State, prefixed
 
+NoHyper = Hyper  # of a personalizer that has no hyper-parameters
 FOLDS = 5
 FITS = 1 + FOLDS  # on all clients, and without each fold
 R = TypeVar("R")
@@ -52,10 +53,10 @@ class Personalizer(ABC, Generic[H]):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    Hyper: ClassVar[type[Any]]
-    # What the predictor, which later samples ask, says about the client's own: the `same` as `logits`; `near` to it, or
-    # what the model said `before`, where these are judged together.
-    later: ClassVar[Literal["same", "near", "before"]] = "same"
+    Hyper: ClassVar[type[Any]] = NoHyper
+    # What the predictor, which is for later samples, says about the client's own: the `same` as `logits`; or, where
+    # these are judged together, something `similar` to it, or what the model said `before`.
+    later: ClassVar[Literal["same", "similar", "before"]] = "same"
     takes_settings_of: ClassVar[str] = ""  # the personalizer whose searched values of the paper are its own, too
 
     def __init__(self, training: Training[Any], hyper: H) -> None:

@@ -158,7 +158,7 @@ def pathological(
     counts = _even_counts(clients * labels_per_client, len(classes), "classes", rng)
     shards = _shards([np.flatnonzero(labels == label) for label in classes], counts, rng)
     if distinct:
-        dealt = _distinct_hands(counts, clients, labels_per_client, rng).ravel()
+        dealt = _distinct_classes(counts, clients, labels_per_client, rng).ravel()
     else:
         dealt = rng.permutation(np.repeat(np.arange(len(classes)), counts))
     # A class's last shard is dealt first: where each class comes up in the deal, in order, its shards from the last on.
@@ -228,7 +228,7 @@ def _even_counts(total: int, parts: int, what: str, rng: np.random.Generator) ->
     return counts
 
 
-def _distinct_hands(counts: Indices, clients: int, size: int, rng: np.random.Generator) -> Indices:
+def _distinct_classes(counts: Indices, clients: int, size: int, rng: np.random.Generator) -> Indices:
     """For each client `size` different classes, class c being dealt counts[c] times.
 
     Each client takes the classes with the most shards left, ties broken at random. This never gets stuck: no class has

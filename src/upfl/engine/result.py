@@ -9,11 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 Percent = Annotated[float, Field(ge=-1, le=100)]
 
 
-class _Read(BaseModel):
+class Part(BaseModel):
+    """What somebody takes from a file of a run folder; fields that it does not know are for others."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class _Client(_Read):
+class _Client(Part):
     client: int = Field(ge=0)
     kind: Literal["training", "new"]
     accuracy: Percent
@@ -21,14 +23,14 @@ class _Client(_Read):
     architecture: str = ""
 
 
-class _Architecture(_Read):
+class _Architecture(Part):
     clients: int = Field(ge=0)
     validation: Percent | None
     test_before: Percent | None
     test: Percent | None
 
 
-class _Row(_Read):
+class _Row(Part):
     row: str = Field(max_length=300)
     # What a federation of other people's machines cannot know is not there.
     validation: Percent = 0
@@ -49,7 +51,7 @@ class _Row(_Read):
         return self
 
 
-class _Result(_Read):
+class _Result(Part):
     seed: int
     partition_seed: int
     rounds: int = Field(ge=0)
@@ -58,7 +60,7 @@ class _Result(_Read):
     rows: tuple[_Row, ...]
 
 
-class _Round(_Read):
+class _Round(Part):
     round: int = Field(ge=0)
     bytes_up: float = 0
     bytes_down: float = 0

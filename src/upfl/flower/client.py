@@ -137,7 +137,7 @@ def personalize(message: Message, context: Context) -> RecordDict:
             mine.save(node.out)
     except UpflError as error:
         log(ERROR, "%s", error)  # it may name files: for the owner alone
-        raise RunError("it could not personalize; its own log says why").told() from error
+        raise RunError("it could not personalize; its own log says why").public() from error
     facts: dict[str, Any] = {"samples": mine.manifest.samples}
     if node.share == "estimates":
         diary = mine.diary
@@ -215,7 +215,7 @@ class ContextMemory:
             raise RunError(
                 f"its memory of round {round + 1} is gone: it was in a SuperNode or a Flower run that has ended. "
                 "Give a folder as `state` in node-config"
-            ).told()
+            ).public()
         return from_record(self.state.array_records[name])
 
     def forget_before(self, round: int, but: int) -> None:
@@ -244,7 +244,7 @@ class DiskMemory:
         except RunError as error:
             log(ERROR, "%s", error)
             missing = f"its memory of round {round + 1} is missing or damaged; its own log says why"
-            raise RunError(missing).told() from error
+            raise RunError(missing).public() from error
 
     def forget_before(self, round: int, but: int) -> None:
         versions = self.folder.memory_versions(self.client)

@@ -138,13 +138,13 @@ def node_federation(terms: Terms, node: Node) -> Federation:
     if node.client is None or node.client >= task.clients:
         raise ConfigError(
             f"node-config: client is {node.client}; a training node is one of 0 to {task.clients - 1}"
-        ).told()
+        ).public()
     if node.data is None:
         federation = named_federation(terms.config)
         if FederationTask.of(federation.source, len(federation.training)) != task:
             raise ConfigError(
                 f"node-config: the run's task is not {terms.config.dataset} as this node has it; give data"
-            ).told()
+            ).public()
         return federation
     require_no_public_set(terms.config)
     own = load_labelled(node.data, task.input.image, task.classes, task.input.scale)
@@ -174,7 +174,7 @@ def require_no_public_set(config: Config) -> None:
     if training_class(config.training_name).heterogeneous:
         raise ConfigError(
             f"{config.training_name} needs a public set, which parts of a named data set alone have"
-        ).told()
+        ).public()
 
 
 def nobody() -> Clients:

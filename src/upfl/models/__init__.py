@@ -9,7 +9,7 @@ surgery.py      models made of other models, for methods that put layers of thei
 
 from upfl.models import builtin as builtin
 from upfl.models.base import Kind, Model, Moved, Trace
-from upfl.models.factored import Direction, Gradient, Outer, Plus, Shapes, factors, split
+from upfl.models.factored import Direction, Gradient, Outer, ScaledDirection, Shapes, factors, split
 from upfl.models.layered import Layered, adaptation_model, convnet, described, mlp
 from upfl.models.layers import Conv, Flatten, Layer, Linear, Relu
 from upfl.models.module import Module
@@ -30,8 +30,8 @@ __all__ = [
     "Moved",
     "Options",
     "Outer",
-    "Plus",
     "Relu",
+    "ScaledDirection",
     "Shapes",
     "Trace",
     "adaptation_model",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from upfl.models.factored import Direction, Gradient, Plus
+from upfl.models.factored import Direction, Gradient, ScaledDirection
 from upfl.state import State, is_buffer, trainable
 
 Forward = Callable[[State], Tensor]
@@ -42,7 +42,7 @@ class AutogradMoved:
                 list(of), list(self._leaves.values()), along, materialize_grads=True, allow_unused=True, **options
             )
 
-    def _gradient(self, found: Iterable[Tensor], plus: Plus | None = None) -> Gradient:
+    def _gradient(self, found: Iterable[Tensor], plus: ScaledDirection | None = None) -> Gradient:
         gradient, seen = Gradient(), set[int]()
         for (name, leaf), value in zip(self._leaves.items(), found, strict=True):
             with torch.inference_mode(False), torch.no_grad():
@@ -65,7 +65,7 @@ class AutogradTrace(AutogradMoved):
         self._u: Tensor | None = None
         self._h: tuple[Tensor, ...] | None = None  # J^T u with its graph
 
-    def backward(self, u: Tensor, *, plus: Plus | None = None, factored: bool = False) -> Gradient:
+    def backward(self, u: Tensor, *, plus: ScaledDirection | None = None, factored: bool = False) -> Gradient:
         with torch.inference_mode(False):
             self._u = _own(u).requires_grad_()
         if factored:  # a tangent follows
@@ -96,7 +96,7 @@ class AutogradTrace(AutogradMoved):
             (change,) = torch.autograd.grad(self._along[0], self._u, self._along[1], retain_graph=True)
         return change.detach()
 
-    def backward_tangent(self, du: Tensor, *, plus: Plus | None = None) -> Gradient:
+    def backward_tangent(self, du: Tensor, *, plus: ScaledDirection | None = None) -> Gradient:
         h, v = self._along
         return self._gradient(self._back([*h, self._z], [*v, du], retain_graph=True), plus)
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from upfl.models.factored import Direction, Gradient, Plus, Shapes
+from upfl.models.factored import Direction, Gradient, ScaledDirection, Shapes
 from upfl.state import State
 
 Kind = Literal["linear", "convolution", "norm", "other"]
@@ -110,7 +110,7 @@ class Trace(Protocol):
 
     output: Tensor
 
-    def backward(self, u: Tensor, *, plus: Plus | None = None, factored: bool = False) -> Gradient:
+    def backward(self, u: Tensor, *, plus: ScaledDirection | None = None, factored: bool = False) -> Gradient:
         """J^T u for the parameters, plus what is given, which is used up.
 
         `factored`: the gradient is for `moved` alone, and `tangent` follows; not together with `plus`.
@@ -122,7 +122,7 @@ class Trace(Protocol):
     def tangent(self, v: Direction, *, scale: float = 1.0) -> Tensor:
         """The output's change along scale * v."""
 
-    def backward_tangent(self, du: Tensor, *, plus: Plus | None = None) -> Gradient:
+    def backward_tangent(self, du: Tensor, *, plus: ScaledDirection | None = None) -> Gradient:
         """The change of `backward(u)` along the last `tangent` when u changes by du, plus what is given and used up.
 
         What is given may be the direction of that tangent, which is then used up, too.

@@ -25,15 +25,15 @@ class Outer(NamedTuple):
 
     a: Tensor
     b: Tensor
-    near: Tensor | None = None  # b b^T + 1, where it is known
+    gram: Tensor | None = None  # b b^T + 1, where it is known
 
     def norm(self) -> Tensor:
         """The l2 norm of both together, the root of <(b b^T + 1) a, a>."""
-        products = near(self.b, self.b) if self.near is None else self.near
+        products = gram(self.b, self.b) if self.gram is None else self.gram
         return torch.mm(products, self.a).flatten().dot(self.a.flatten()).clamp(min=0).sqrt()
 
     def over(self, divisor: Tensor) -> Outer:
-        return Outer(self.a / divisor, self.b, self.near)
+        return Outer(self.a / divisor, self.b, self.gram)
 
     def add_to_(self, weight: Tensor, bias: Tensor, factor: float, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
@@ -44,13 +44,13 @@ class Outer(NamedTuple):
         bias.mul_(shrink).add_(self.a.sum(0), alpha=factor)
 
 
-Plus = tuple["Direction", float]  # a direction, which is used up, and a factor on it
+ScaledDirection = tuple["Direction", float]  # a direction, which is used up, and a factor on it
 
 
 class Gradient(Mapping[str, Tensor]):
     """A tensor for each parameter, plus a multiple of another direction. Read as a mapping, factors are multiplied."""
 
-    def __init__(self, plus: Plus | None = None, factored: bool = False) -> None:
+    def __init__(self, plus: ScaledDirection | None = None, factored: bool = False) -> None:
         self.dense: State = {}
         self.outer: dict[str, Outer] = {}  # by the layer's name
         self._plus, self._factored = plus, factored
@@ -67,7 +67,7 @@ class Gradient(Mapping[str, Tensor]):
             if (more := factors(direction, layer)) is None:
                 plus = direction[f"{layer}.weight"], direction[f"{layer}.bias"], factor
             elif more.b is own.b:
-                terms = [Outer(torch.add(own.a, more.a, alpha=factor), own.b, own.near)]
+                terms = [Outer(torch.add(own.a, more.a, alpha=factor), own.b, own.gram)]
             else:
                 terms = [own, Outer(more.a * factor, more.b)]
         if (keep or self._factored) and len(terms) == 1 and further is None and plus is None:
@@ -83,7 +83,7 @@ class Gradient(Mapping[str, Tensor]):
     def times(self, factor: float) -> Gradient:
         result = Gradient()
         result.dense = {name: value * factor for name, value in self.dense.items()}
-        result.outer = {layer: Outer(outer.a * factor, outer.b, outer.near) for layer, outer in self.outer.items()}
+        result.outer = {layer: Outer(outer.a * factor, outer.b, outer.gram) for layer, outer in self.outer.items()}
         return result
 
     def __getitem__(self, name: str) -> Tensor:
@@ -112,7 +112,7 @@ def split(direction: Direction) -> tuple[State, dict[str, Outer]]:
         return direction, {}
     dense, outer = direction.dense.copy(), dict[str, Outer]()
     for layer, one in direction.outer.items():
-        if one.near is not None or one.a.shape[1] * one.b.shape[1] >= LARGE:
+        if one.gram is not None or one.a.shape[1] * one.b.shape[1] >= LARGE:
             outer[layer] = one
         else:
             dense |= {name: direction[name] for name in (f"{layer}.weight", f"{layer}.bias")}
@@ -123,7 +123,7 @@ def factors(direction: Direction, layer: str) -> Outer | None:
     return direction.outer.get(layer) if isinstance(direction, Gradient) else None
 
 
-def near(a: Tensor, b: Tensor) -> Tensor:
+def gram(a: Tensor, b: Tensor) -> Tensor:
     """a b^T + 1: the products of samples' inputs, of which the last is the one that multiplies the bias."""
     return torch.addmm(a.new_ones(()), a, b.t())
 

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors
-from upfl.models.factored import near as products
+from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors, gram
 from upfl.state import State, add_product_, is_vectorized
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -34,8 +33,8 @@ class Layer(Protocol):
     def forward(self, params: State, x: Tensor) -> Pass: ...
 
 
-class Half(Protocol):
-    """A layer's forward pass: its output y, and the way back."""
+class PlainPass(Protocol):
+    """A layer's forward pass: its output y, and its gradients."""
 
     y: Tensor
 
@@ -46,10 +45,10 @@ class Half(Protocol):
         """
 
 
-class Pass(Half, Protocol):
+class Pass(PlainPass, Protocol):
     """A layer's forward pass with all derivative products of what it did."""
 
-    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
         """The layer's forward pass on x at other parameters: given, or at shrink * its own + scale * the factors."""
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
@@ -78,8 +77,8 @@ class _LinearPass:
         self.y = F.linear(x, w, bias)
         samples, (outputs, inputs) = x.shape[0], w.shape
         self.thin = 2 * samples * (outputs + inputs) < outputs * inputs  # where factors pay, by measurement
-        self._near: tuple[Tensor, Tensor] | None = None
-        self._aligned: tuple[Tensor, Tensor] | None = None
+        self._input_gram: tuple[Tensor, Tensor] | None = None
+        self._output_gram: tuple[Tensor, Tensor] | None = None
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         self.gy = gy
@@ -87,7 +86,7 @@ class _LinearPass:
             to.product(self.layer, self.thin, Outer(gy, self.x))
         return torch.mm(gy, self.w) if inputs else None
 
-    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
         if (by := outer.get(self.layer)) is None:
             return _LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x)
         if self.thin:
@@ -101,10 +100,10 @@ class _LinearPass:
             assert dx is not None
             return torch.mm(dx, self.w.t())
         if (outer := factors(v, self.layer)) is not None:
-            near = self.near(outer.b)
+            products = self.input_gram(outer.b)
             if dx is None:
-                return torch.addmm(self.y, near, outer.a, beta=0, alpha=scale)
-            return add_product_(torch.mm(dx, self.w.t()), near, outer.a, alpha=scale)
+                return torch.addmm(self.y, products, outer.a, beta=0, alpha=scale)
+            return add_product_(torch.mm(dx, self.w.t()), products, outer.a, alpha=scale)
         weight, bias = v[f"{self.layer}.weight"], v[f"{self.layer}.bias"]
         along = torch.addmm(bias, self.x, weight.t(), beta=scale, alpha=scale)
         return along if dx is None else add_product_(along, dx, self.w.t())
@@ -113,8 +112,8 @@ class _LinearPass:
         dgx = self._input_tangent(dgy) if inputs else None  # before `to` may use up v
         if to is not None:
             further = None if self.dx is None else (self.gy, self.dx)
-            near = self._near[1] if self._near and self._near[0] is self.x else None
-            to.product(self.layer, self.thin, Outer(dgy, self.x, near), further)
+            products = self._input_gram[1] if self._input_gram and self._input_gram[0] is self.x else None
+            to.product(self.layer, self.thin, Outer(dgy, self.x, products), further)
         return dgx
 
     def _input_tangent(self, dgy: Tensor) -> Tensor:
@@ -122,20 +121,20 @@ class _LinearPass:
         if self.v is None:
             return dgx
         if (outer := factors(self.v, self.layer)) is not None:
-            return add_product_(dgx, self.aligned(outer.a), outer.b, alpha=self.scale)
+            return add_product_(dgx, self.output_gram(outer.a), outer.b, alpha=self.scale)
         return add_product_(dgx, self.gy, self.v[f"{self.layer}.weight"], alpha=self.scale)
 
-    def near(self, x: Tensor) -> Tensor:
+    def input_gram(self, x: Tensor) -> Tensor:
         """This pass's inputs times others, self.x x^T + 1; asked for twice in a row it is computed once."""
-        if self._near is None or self._near[0] is not x:
-            self._near = x, products(self.x, x)
-        return self._near[1]
+        if self._input_gram is None or self._input_gram[0] is not x:
+            self._input_gram = x, gram(self.x, x)
+        return self._input_gram[1]
 
-    def aligned(self, gy: Tensor) -> Tensor:
+    def output_gram(self, gy: Tensor) -> Tensor:
         """This pass's output gradients times others, self.gy gy^T, likewise."""
-        if self._aligned is None or self._aligned[0] is not gy:
-            self._aligned = gy, torch.mm(self.gy, gy.t())
-        return self._aligned[1]
+        if self._output_gram is None or self._output_gram[0] is not gy:
+            self._output_gram = gy, torch.mm(self.gy, gy.t())
+        return self._output_gram[1]
 
 
 class _ThinlyMovedPass:
@@ -144,16 +143,16 @@ class _ThinlyMovedPass:
     def __init__(self, origin: _LinearPass, x: Tensor, by: Outer, scale: float, shrink: float) -> None:
         self.origin, self.x, self.by, self.scale, self.shrink = origin, x, by, scale, shrink
         before = origin.y if x is origin.x else F.linear(x, origin.w, origin.bias)
-        self.y = torch.addmm(before, origin.near(x).t(), by.a, beta=shrink, alpha=scale)
+        self.y = torch.addmm(before, origin.input_gram(x).t(), by.a, beta=shrink, alpha=scale)
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         if to is not None:
-            near = self.origin.near(self.x) if self.x is self.origin.x else None
-            to.product(self.origin.layer, True, Outer(gy, self.x, near))
+            products = self.origin.input_gram(self.x) if self.x is self.origin.x else None
+            to.product(self.origin.layer, True, Outer(gy, self.x, products))
         if not inputs:
             return None
         gx = torch.mm(gy, self.origin.w)
-        return add_product_(gx, self.origin.aligned(gy).t(), self.by.b, beta=self.shrink, alpha=self.scale)
+        return add_product_(gx, self.origin.output_gram(gy).t(), self.by.b, beta=self.shrink, alpha=self.scale)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class _ConvPass:
             to.value(self.bias_name, _rows(gy).sum((0, 1)))  # pooling keeps sums: a quarter of the values
         return gx
 
-    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
         return _ConvPass(self.layer, params[self.weight_name], params[self.bias_name], x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
@@ -251,7 +250,7 @@ class _PiecewiseLinear(ABC):
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         return self.pull(gy) if inputs else None
 
-    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
         return type(self)(x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
@@ -295,7 +294,7 @@ class _FlattenPass(_PiecewiseLinear):
     def __init__(self, x: Tensor) -> None:
         self.x, self.y = x, x if x.dim() == 2 else x.flatten(1)
 
-    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> Half:
+    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
         return self if x is self.x else _FlattenPass(x)  # the same tensor, so that the next layer knows it again
 
     def pull(self, gy: Tensor) -> Tensor:

@@ -91,12 +91,12 @@ class Module(Functional):
     """A module that a factory makes, for inputs of a shape and a number of classes."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, told: Mapping[str, Any]
+        self, make: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, description: Mapping[str, Any]
     ) -> None:
-        self._make, self._shape, self._told = make, shape, dict(told)
+        self._make, self._shape, self._description = make, shape, dict(description)
         with default_generator("module", "skeleton"), torch.inference_mode(False), torch.enable_grad():
             self._net = make()
-            inspection.checked(str(told["name"]), self._net, shape, classes)
+            inspection.checked(str(description["name"]), self._net, shape, classes)
             self.random = inspection.draws(self._net, self._example())
             self._net.eval()
             self.head = inspection.head(self._net, self._example())
@@ -188,7 +188,7 @@ class Module(Functional):
         return params | {name: found[name] for name in self.buffers if name in found}
 
     def describe(self) -> dict[str, Any]:
-        return dict(self._told)
+        return dict(self._description)
 
     def why_not_twice(self) -> str | None:
         with default_generator("module", "twice"), torch.inference_mode(False):

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from upfl.models.factored import Direction, Gradient, Outer, Plus
-from upfl.models.layers import Half, Layer, Pass
+from upfl.models.factored import Direction, Gradient, Outer, ScaledDirection
+from upfl.models.layers import Layer, Pass, PlainPass
 from upfl.state import State, combined
 
 
@@ -28,7 +28,9 @@ class LayeredTrace:
         # Below the first layer with parameters nothing depends on them: gradients stop there, but for the input's.
         self.first = next(i for i, layer in enumerate(layers) if layer.shapes())
 
-    def backward(self, u: Tensor, inputs: bool = False, plus: Plus | None = None, factored: bool = False) -> Gradient:
+    def backward(
+        self, u: Tensor, inputs: bool = False, plus: ScaledDirection | None = None, factored: bool = False
+    ) -> Gradient:
         """J^T u for the parameters, plus what is given, which is used up; with `inputs`, the input's: `input_gradient`.
 
         `factored` leaves every linear layer's gradient in factors, for `moved` alone; not together with `plus`.
@@ -54,7 +56,7 @@ class LayeredTrace:
         assert dx is not None
         return dx
 
-    def backward_tangent(self, du: Tensor, inputs: bool = False, plus: Plus | None = None) -> Gradient:
+    def backward_tangent(self, du: Tensor, inputs: bool = False, plus: ScaledDirection | None = None) -> Gradient:
         """The change of `backward(u)` along the last `tangent` when u changes by du, plus what is given and used up.
 
         What is given may be the direction of that tangent, which is then used up, too.
@@ -79,7 +81,7 @@ class LayeredMoved:
     def __init__(
         self, origin: LayeredTrace, params: State, outer: Mapping[str, Outer], scale: float, shrink: float
     ) -> None:
-        self.passes: list[Half] = []
+        self.passes: list[PlainPass] = []
         x = origin.input
         for layer in origin.passes:
             self.passes.append(layer.moved(x, params, outer, scale, shrink))

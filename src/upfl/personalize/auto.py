@@ -70,7 +70,7 @@ class AutoHyper(Hyper):
 class Auto(Personalizer[AutoHyper]):
     name = "auto"
     title = "the most promising personalizer"
-    later = "near"
+    later = "similar"
     Hyper = AutoHyper
     takes_settings_of = "early-stopped"
 
@@ -105,7 +105,7 @@ class Auto(Personalizer[AutoHyper]):
         variance = (chance + known["covariance"]).diagonal() + known["scatter"]
         accuracy = [interval(expected[k].item(), variance[k].item()) for k in (NONE, chosen)]
         diary = results[chosen].diary
-        decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._told(expected)})"
+        decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._in_percent(expected)})"
         return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
 
     def uncorrected(self, published: Published, client: Unlabelled) -> list[Personalized]:
@@ -118,7 +118,7 @@ class Auto(Personalizer[AutoHyper]):
         calibrated, shifted = (one.corrected(nothing, published) for one in (self.calibrated, self.shifted))
         return [calibrated, nothing, shifted, *adapted]
 
-    def _told(self, expected: Tensor) -> str:
+    def _in_percent(self, expected: Tensor) -> str:
         return ", ".join(f"{name} {100 * v:.1f}" for name, v in zip(self.candidates, expected.tolist(), strict=True))
 
 

@@ -230,7 +230,7 @@ class Correction(Personalizer[H]):
     For it, training clients play the newcomer when they validate, too: they bring no memory.
     """
 
-    later = "near"
+    later = "similar"
     Base: ClassVar[type[Personalizer[Any]]] = Nothing
 
     def __init__(self, training: Training[Any], hyper: H) -> None:
@@ -280,14 +280,9 @@ class Correction(Personalizer[H]):
         """What becomes of the base's logits."""
 
 
-class CalibratedHyper(Hyper):
-    pass
-
-
-class Calibrated(Correction[CalibratedHyper]):
+class Calibrated(Correction[Hyper]):
     name = "calibrated"
     title = "calibrated"
-    Hyper = CalibratedHyper
 
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         posterior = calibrator.log_posterior(base.logits).exp()

@@ -45,10 +45,6 @@ class GuidedHyper(Hyper):
     norm: Literal["rms", "batches"] = Field("rms", description="of g over all samples, or the mean over batches of b")
 
 
-class OneStepHyper(GuidedHyper):
-    pass
-
-
 class EarlyStoppedHyper(GuidedHyper):
     steps: int = Field(50, ge=1, description="at most")
     patience: int = Field(1, ge=1, description="steps without a fall of the entropy before stopping")
@@ -124,10 +120,10 @@ def _norm(said: Tensor) -> Tensor:
     return (said.square().sum() + 1e-12).sqrt()
 
 
-class OneStep(_Guided[OneStepHyper]):
+class OneStep(_Guided[GuidedHyper]):
     name = "one-step"
     title = "one step of adaptation"
-    Hyper = OneStepHyper
+    Hyper = GuidedHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         start, phi = self.training.guided(published, client, memory)

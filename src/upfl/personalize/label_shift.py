@@ -146,14 +146,9 @@ def choose(loss: Tensor, products: Tensor, clients: int) -> int:
     return int((excess <= variance.sqrt()).nonzero().max())
 
 
-class EmHyper(Hyper):
-    pass
-
-
-class Em(Correction[EmHyper]):
+class Em(Correction[Hyper]):
     name = "em"
     title = "expectation-maximisation of the class mix"
-    Hyper = EmHyper
 
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         likelihood = calibrator.log_posterior(base.logits) - calibrator.prior.log()
@@ -176,14 +171,9 @@ class MapEm(Correction[MapEmHyper]):
         return Corrected(r, mix, f"the class mix at the mode under a prior worth {self.hyper.strength:g} samples")
 
 
-class BbseHyper(Hyper):
-    pass
-
-
-class Bbse(Correction[BbseHyper]):
+class Bbse(Correction[Hyper]):
     name = "bbse"
     title = "black-box shift estimation"
-    Hyper = BbseHyper
 
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         log_p = calibrator.log_posterior(base.logits)

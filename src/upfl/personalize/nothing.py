@@ -5,14 +5,9 @@ from upfl.personalize.adaptation import entropy
 from upfl.state import State
 
 
-class NothingHyper(Hyper):
-    pass
-
-
-class Nothing(Personalizer[NothingHyper]):
+class Nothing(Personalizer[Hyper]):
     name = "none"
     title = "none"
-    Hyper = NothingHyper
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         predictor = Predictor(self.training, [self.training.start(published, client, memory)])

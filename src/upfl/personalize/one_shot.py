@@ -60,12 +60,7 @@ class ClassMeans(LastLayer):
         return normalize(sums, dim=1), torch.zeros_like(sums[:, 0])  # of a sum and of a mean, the direction is the same
 
 
-class FedNCMHyper(Hyper):
-    pass
-
-
-class FedNCM(NewLayer[FedNCMHyper]):
+class FedNCM(NewLayer[Hyper]):
     name = "fedncm"
     title = "class means as last layer"
-    Hyper = FedNCMHyper
     Layer = ClassMeans

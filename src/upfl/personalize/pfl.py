@@ -20,14 +20,8 @@ from upfl.personalize.adaptation import entropy
 from upfl.state import State
 
 
-class PFLHyper(Hyper):
-    pass
-
-
-class _Members(Personalizer[PFLHyper]):
+class _Members(Personalizer[Hyper]):
     """What both have in common: a client with a memory uses it, a newcomer uses members' models."""
-
-    Hyper = PFLHyper
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:

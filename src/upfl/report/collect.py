@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from upfl.config import Config
 from upfl.engine.folder import RunFolder
+from upfl.engine.result import Part
 from upfl.errors import RunError, UpflError
 
 OWN = {"failures", "tensorboard", "best", "memory", "newcomers", "trials"}  # folders that other parts of upfl write
@@ -24,13 +25,7 @@ METRICS_LIMIT = 2**28  # bytes that packed metrics may come to
 Percent = Annotated[float, Field(ge=0, le=100)]
 
 
-class _Read(BaseModel):
-    """What a report takes from a run folder; fields that it does not know are for others."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class ClientScore(_Read):
+class ClientScore(Part):
     client: int = Field(ge=0)
     kind: Literal["training", "new"]
     accuracy: Percent
@@ -38,7 +33,7 @@ class ClientScore(_Read):
     size: int = Field(ge=1)
 
 
-class NewRow(_Read):
+class NewRow(Part):
     row: str
     test: Percent
     test_before: Percent
@@ -62,20 +57,20 @@ class Row(NewRow):
     best_round: int
 
 
-class Result(_Read):
+class Result(Part):
     rounds: int
     left_out: int
     notes: tuple[str, ...] = ()
     rows: tuple[Row, ...] = Field(min_length=1)
 
 
-class RoundRow(_Read):
+class RoundRow(Part):
     validation: Percent
     test: Percent
     test_before: Percent
 
 
-class Round(_Read):
+class Round(Part):
     round: int
     clients: int
     loss: float
@@ -85,17 +80,17 @@ class Round(_Read):
     train_s: float = 0.0
     evaluate_s: float = 0.0
     round_s: float = 0.0
-    rows: dict[str, RoundRow] = {}
+    rows: dict[str, RoundRow] = Field(default_factory=dict)
 
 
-class Newcomers(_Read):
+class Newcomers(Part):
     """A run's rows on other new clients."""
 
     changes: dict[str, float]  # of the partition
     rows: tuple[NewRow, ...]
 
 
-class DiaryEntry(_Read):
+class DiaryEntry(Part):
     row: str
     client: int
     samples: int

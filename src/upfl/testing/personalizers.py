@@ -93,9 +93,11 @@ def predicts_its_own_and_later_data(case: Case) -> None:
     own = first.predict_logits(x)
     if case.method.later == "before":
         _close(own, first.before, "later = 'before', and the predictor is not the model as it was")
-    elif case.method.later == "near":
+    elif case.method.later == "similar":
         share = (own.argmax(1) == first.logits.argmax(1)).double().mean()
-        require(share >= 0.8, f"later = 'near', and the predictor agrees with `logits` on {share:.0%} of the samples")
+        require(
+            share >= 0.8, f"later = 'similar', and the predictor agrees with `logits` on {share:.0%} of the samples"
+        )
     else:
         _close(own, first.logits, "later = 'same', and the predictor says something else than `logits`")
     require(torch.equal(first.predict(x), own.argmax(1)), "predict is not the largest of predict_logits")

@@ -82,9 +82,9 @@ class FedMD(Training[D]):
 
     @classmethod
     def why_not(cls, task: Task) -> str | None:
-        told = {name: (one.model.shapes, one.model.describe()) for name, one in task.architectures.items()}
-        for name, (shapes, description) in told.items():
-            for other, (same, another) in told.items():
+        described = {name: (one.model.shapes, one.model.describe()) for name, one in task.architectures.items()}
+        for name, (shapes, description) in described.items():
+            for other, (same, another) in described.items():
                 if name < other and shapes == same and description != another:
                     return f"the sizes {name} and {other} are different models with the same parameters; rename some"
         reasons = (cls.learns.why_not(Task(one.model, task.classes, 1)) for one in task.architectures.values())
