@@ -16,7 +16,7 @@ class Interrupted:
         if name == "torch":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupted())
-sys.argv = ["upfl", "methods"]
+sys.argv = ["upfl", "methods", "fedavg"]
 from upfl.__main__ import main
 main()
 """

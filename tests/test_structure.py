@@ -14,7 +14,7 @@ ROOT = SOURCE.parents[1]
 # From the ground up: each may import what stands above it in this list, and itself.
 ORDER = (
     *("errors", "suggest", "plugins", "randomness", "statistics", "state", "safe", "last_layer", "models"),
-    *("contract", "training", "personalize", "methods"),
+    *("contract", "training", "personalize", "rows", "methods"),
     *("data", "model_config", "config", "environment", "engine", "api"),
     *("bundle", "onnx_export", "flower", "testing", "experiments", "report", "track", "cli"),
 )

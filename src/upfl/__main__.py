@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from upfl.cli import main as command_line  # PyTorch comes with it: seconds, in which Ctrl-C must be quiet, too
+        from upfl.cli import main as command_line  # Ctrl-C is quiet from the start
     except KeyboardInterrupt:
         sys.exit(130)
     command_line()

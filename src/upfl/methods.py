@@ -1,11 +1,10 @@
 """The table: a row of the paper is a training algorithm paired with a personalizer.
 
-To add a method, write its file in `training/` or `personalize/` and enter it here: the command line, the engine and the
-conformance tests take it from this table. A method of one's own, outside this package, is entered with `register`; the
-command line imports the modules that `--plugin` or the environment variable UPFL_PLUGINS names (`plugins.py`).
+To add a method, write its file in `training/` or `personalize/`, enter its class here and its row in `rows.py`: the
+command line, the engine and the conformance tests take it from there. A method of one's own, outside this package, is
+entered with `register`; the command line imports the modules that `--plugin` or UPFL_PLUGINS names (`plugins.py`).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from upfl import plugins
@@ -22,6 +21,8 @@ from upfl.personalize.one_shot import Fed3R, FedNCM
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.personalize.refit import Refit
 from upfl.personalize.tent import Tent
+from upfl.rows import ROWS as ROWS
+from upfl.rows import Method as Method
 from upfl.suggest import unknown
 from upfl.training.afl import AFL
 from upfl.training.closed_form import ClosedForm
@@ -37,64 +38,6 @@ from upfl.training.hetero_fedtta import HeteroFedTTA
 from upfl.training.hetero_tent import HeteroTent
 from upfl.training.odpfl_hn import OdpflHn
 from upfl.training.scaffold import Scaffold
-
-
-@dataclass(frozen=True)
-class Method:
-    """A row: what it is called, what trains it, what personalizes it."""
-
-    row: str
-    title: str
-    training: str
-    personalizer: str
-    summary: str
-    warning: str = ""  # what everyone who sees the row should know
-
-
-_SENDS_MODELS = "sends training clients' own layers to newcomers"
-
-ROWS = [
-    Method("fedavg", "FedAvg", "fedavg", "none", "local SGD, mean of the changes"),
-    Method("fedprox", "FedProx", "fedprox", "none", "FedAvg, kept near the received model"),
-    Method("scaffold", "SCAFFOLD", "scaffold", "none", "FedAvg, its drift corrected by control variates"),
-    Method("afl", "AFL", "afl", "none", "FedAvg, weighted towards clients with a high loss"),
-    Method("fedgma", "FedGMA", "fedgma", "none", "FedAvg, masked where clients disagree"),
-    Method("fedadg", "FedADG", "fedadg", "none", "features aligned with a generated reference"),
-    Method("fedsr", "FedSR", "fedsr", "none", "a Gaussian representation, kept simple"),
-    Method(
-        "pfl-sampled", "PFL-Sampled", "fedper", "sampled", "FedPer; a random training client's model", _SENDS_MODELS
-    ),
-    Method("pfl-ensemble", "PFL-Ensemble", "fedper", "ensemble", "FedPer; all training clients' models", _SENDS_MODELS),
-    Method("odpfl-hn", "ODPFL-HN", "odpfl-hn", "none", "a hypernetwork makes the model from unlabelled data"),
-    Method("tent", "TENT", "fedavg", "tent", "FedAvg, then a step down the entropy of the newcomer's predictions"),
-    Method("fedtta", "FedTTA", "fedtta", "one-step", "meta-learned model and guide, then one guided step"),
-    Method("fedtta-prox", "FedTTA-Prox", "fedtta-prox", "one-step", "FedTTA kept near the received model's outputs"),
-    Method("fedtta++", "FedTTA++", "fedtta-prox", "early-stopped", "FedTTA-Prox, then guided steps to least entropy"),
-    Method("label-shift", "Label shift", "fedavg", "label-shift", "FedAvg, then the newcomer's own mix of classes"),
-    Method("refit", "Refit", "fedavg", "refit", "FedAvg, its last layer fitted anew in closed form over all clients"),
-    Method(
-        "refit-label-shift",
-        "Refit, label shift",
-        "fedavg",
-        "refit+label-shift",
-        "both: a last layer fitted anew, then the mix of classes",
-    ),
-    Method("fed3r", "Fed3R", "fedavg", "fed3r", "FedAvg, its last layer by ridge regression over all clients"),
-    Method("fedncm", "FedNCM", "fedavg", "fedncm", "FedAvg, class means over all clients as its last layer"),
-    Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
-    Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
-    Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
-    Method("closed-form", "Closed form", "closed-form", "none", "features and last layer from sums, without gradients"),
-    Method(
-        "closed-form-label-shift",
-        "Closed form, label shift",
-        "closed-form",
-        "label-shift",
-        "the same, then the newcomer's own mix of classes",
-    ),
-    Method("hetero-fedtta", "HeteroFedTTA", "hetero-fedtta", "one-step", "FedTTA over models of different size"),
-    Method("hetero-tent", "hetero-TENT", "hetero-tent", "tent", "TENT over models of different size"),
-]
 
 TRAININGS: dict[str, type[Training[Any]]] = {
     training.name: training

@@ -3,17 +3,23 @@
 So a run's numbers do not depend on the number of workers, on who trains which client, or on where a run was resumed.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Key = int | str
 
 
 def generator(*key: Key) -> torch.Generator:
     """A CPU generator that is a function of the key alone, e.g. `generator(seed, "epoch", client, 3)`."""
+    import torch  # here and below, because seeds alone, of partitions, do not need it
+
     return torch.Generator().manual_seed(seed_of(*key))
 
 
@@ -28,6 +34,7 @@ def default_generator(*key: Key) -> Iterator[Callable[..., None]]:
 
     Within, what is yielded seeds it anew, by a key of its own. Afterwards it is as it was.
     """
+    import torch
 
     def seed(*further: Key) -> None:
         torch.manual_seed(seed_of(*key, *further))

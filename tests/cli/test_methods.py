@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from tests.plugin_methods import upfl
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, personalizer_class
+from upfl.rows import FURTHER
 
 pytestmark = pytest.mark.usefixtures("methods")
 
@@ -25,9 +27,38 @@ def test_methods_as_json_are_the_table() -> None:
     assert table["fedavg"] == ("fedavg", "none")
 
 
-@pytest.mark.parametrize("options", [(), ("--hyper",)])
-def test_methods_name_every_row_and_personalizer(options: tuple[str, ...]) -> None:
-    said = upfl("methods", *options)
-    assert all(row.row in said.out for row in ROWS)
-    assert all(name in said.out for name in PERSONALIZERS)
-    assert ("inner_lr" in said.out) == bool(options)
+def test_methods_name_every_row_and_personalizer() -> None:
+    rows = re.findall(r"^([a-z]\S*)", upfl("methods").out, re.MULTILINE)
+    assert {row.row for row in ROWS} <= set(rows)
+    built_in = {name for name, kind in PERSONALIZERS.items() if kind.__module__.startswith("upfl.")}
+    assert {row.personalizer for row in ROWS} | FURTHER.keys() >= built_in
+    assert FURTHER.keys() <= built_in & set(rows)
+
+
+def test_the_summary_fits_a_terminal_of_80_columns_and_breaks_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (("methods",), ("methods", "closed-form-label-shift"), ("data", "list")):
+        assert all(len(line) <= 80 for line in upfl(*command).out.splitlines())
+    assert "closed-form-label-shift " in upfl("methods").out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fedtta++", ("fedtta-prox", "early-stopped", "inner_lr", "adapt_lr")),
+        ("refit-label-shift", ("fedavg", "refit", "label-shift")),
+        ("auto", ("auto",)),
+        ("tent+label-shift", ("tent", "label-shift")),
+    ],
+)
+def test_a_methods_details_have_its_equations_and_hyper_parameters(name: str, words: tuple[str, ...]) -> None:
+    said = upfl("methods", name)
+    assert said.code == 0
+    assert all(word in said.out for word in words)
+    assert json.loads(upfl("methods", name, "--json").out)["parts"]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    said = upfl("methods", "fedta")
+    assert said.code == 2
+    assert "fedtta" in said.err

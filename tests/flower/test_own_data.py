@@ -13,7 +13,7 @@ from tests.helpers.flower import federated, own_data
 from tests.in_process_grid import InProcessGrid
 from tests.plugin_methods import lines, result, server, small
 from upfl import api, data
-from upfl.cli.runs import markdown_table
+from upfl.cli.tables import markdown_table
 from upfl.data.federation import Clients, Federation
 from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine

@@ -14,7 +14,7 @@ from tests.helpers.rounds import small_config, small_run
 from tests.reference import CLASSES, Case, Somebody, forward_mlp
 from upfl import api
 from upfl.cli.methods import methods as show_methods
-from upfl.cli.runs import show_runs
+from upfl.cli.tables import show_runs
 from upfl.contract import Hyper, Published, Task, Unlabelled
 from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine
@@ -32,14 +32,14 @@ def test_rows_that_send_models_say_so_where_they_are_shown(
     monkeypatch.setenv("COLUMNS", "250")
     small_run(tmp_path / "fedper", "fedper", rounds=1)
     small_run(tmp_path / "fedavg", "fedavg", rounds=1)
-    show_methods(as_json=False, hyper=False)
+    show_methods()
     listed = capsys.readouterr().out.splitlines()
     show_runs([api.Run(tmp_path / "fedper")], as_json=False)
     shown = capsys.readouterr().out.splitlines()
     show_runs([api.Run(tmp_path / "fedavg")], as_json=False)
     others = capsys.readouterr().out
     words = "sends training clients' own layers to newcomers"
-    assert [line.split()[1] for line in listed if words in line] == ["pfl-sampled", "pfl-ensemble"]
+    assert [line.split()[0] for line in listed if words in line] == ["pfl-sampled", "pfl-ensemble"]
     assert [line.split()[0] for line in shown if words in line] == ["PFL-Sampled", "PFL-Ensemble"]
     assert words not in others
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -12,35 +13,41 @@ from rich.markup import escape
 from upfl import __version__, plugins
 from upfl.cli import bundle, data, demo, experiments, members, methods, report, runs, scores, search
 from upfl.cli.console import Console, echo
+from upfl.cli.help import Command, Group
 from upfl.engine.allocator import keep_freed_memory
 from upfl.errors import DataError, RunError, UpflError
 
 app = typer.Typer(
     name="upfl",
+    cls=Group,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # it would take [brackets] in help texts for markup
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="""Unsupervised personalized federated learning: a model of its own for every unlabelled newcomer.
 
-    Start with [bold]upfl demo[/bold]. Exit codes: 0 done, 2 wrong command or configuration, 3 data missing or damaged,
-    4 the run stopped, 130 interrupted (go on with [bold]upfl resume[/bold]).""",
+    Start with `upfl demo`. Exit codes: 0 done, 2 wrong command or configuration, 3 data missing or damaged,
+    4 the run stopped, 130 interrupted (go on with `upfl resume`).""",
 )
-app.command("demo")(demo.demo)
-app.command("train")(runs.train)
-app.command("resume")(runs.resume)
-app.command("show")(runs.show)
-app.command("score")(scores.score)
-app.command("join")(members.join)
-app.command("forget")(members.forget)
-app.command("export")(bundle.export)
-app.command("personalize")(bundle.personalize)
-app.command("predict")(bundle.predict)
-app.command("export-onnx")(bundle.export_onnx)
-app.command("experiment")(experiments.experiment)
-app.command("search")(search.search)
-app.command("report")(report.report)
-app.command("methods")(methods.methods)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo,
+    "train": runs.train,
+    "resume": runs.resume,
+    "show": runs.show,
+    "score": scores.score,
+    "join": members.join,
+    "forget": members.forget,
+    "export": bundle.export,
+    "personalize": bundle.personalize,
+    "predict": bundle.predict,
+    "export-onnx": bundle.export_onnx,
+    "experiment": experiments.experiment,
+    "search": search.search,
+    "report": report.report,
+    "methods": methods.methods,
+}
+for name, function in COMMANDS.items():
+    app.command(name, cls=Command)(function)
 app.add_typer(data.app, name="data")
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 import rich.console
 import typer
+from rich import box
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from upfl.safe.text import plain
 
@@ -22,3 +24,13 @@ class Console(rich.console.Console):
 def echo(text: object, err: bool = False, nl: bool = True) -> None:
     """A line without markup."""
     typer.echo(plain(str(text)), err=err, nl=nl)
+
+
+def lean_table(title: str) -> Table:
+    """A table without borders, so that rows of figures fit a terminal of 80 columns."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def counted(number: int, what: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -8,17 +8,16 @@ by validation accuracy, twelve settings for each training, on partitions that re
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from upfl import api
-from upfl.cli.console import Console
-from upfl.cli.runs import Workers, spread, watched
-from upfl.config import Config, configure
+from upfl.cli.console import Console, lean_table
+from upfl.cli.options import Workers
 from upfl.errors import RunError
-from upfl.methods import row_title
+
+if TYPE_CHECKING:
+    from upfl.config import Config
 
 TRAININGS = {
     "fedavg": ("none", "tent", "label-shift", "refit+label-shift"),
@@ -44,6 +43,8 @@ def configuration(
     **options: Any,
 ) -> Config:
     """A training of the demo, scored once, after its last round."""
+    from upfl.config import configure
+
     rates = [f"training.{key}={rate}" for key, rate in RATES[method].items()]
     return configure(
         method,
@@ -60,8 +61,8 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Where runs and picture go; what is finished there is not done again.")
     ] = Path("runs/demo"),
-    rounds: Annotated[int, typer.Option(min=1)] = ROUNDS,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = ROUNDS,
+    seed: Annotated[int, typer.Option(min=0, help="Initialisation and batches.")] = 0,
     partition_seed: Annotated[int, typer.Option(min=0, help="Who holds which digits.")] = 0,
     workers: Workers = None,
 ) -> None:
@@ -73,6 +74,11 @@ def demo(
 
     Example: upfl demo
     """
+    from upfl import api
+    from upfl.cli.progress import watched
+    from upfl.cli.tables import SPREAD, spread
+    from upfl.methods import row_title
+
     console = Console()
     console.print(
         "[bold]30 clients train, 30 others join later without labels.[/bold] "
@@ -90,9 +96,9 @@ def demo(
             else:
                 runs.append(api.train(config, path, workers=workers, observer=observer))
     rows = [row for run in runs for row in run.result["rows"]]
-    table = Table(title="Accuracy on the 30 new clients' unlabelled data, percent", title_justify="left")
+    table = lean_table("Accuracy on the 30 new clients' unlabelled data, percent")
     table.add_column("method")
-    for name in ("before", "after", "gain", "clients 10% - median - 90%"):
+    for name in ("before", "after", "gain", SPREAD):
         table.add_column(name, justify="right")
     for row in rows:
         gain = row["test"] - row["test_before"]

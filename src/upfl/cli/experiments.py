@@ -7,41 +7,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from upfl import api
-from upfl.cli.console import Console, echo
-from upfl.cli.progress import ProgressBar
-from upfl.cli.runs import Track, Workers, lean_table, numbers, participation, show_runs
-from upfl.config import PROFILES, listed
-from upfl.engine.group import under_torchrun
-from upfl.engine.rounds import Observer
+from upfl.cli.console import Console, echo, lean_table
+from upfl.cli.options import (
+    PROFILE,
+    ClientsPerRound,
+    EvaluateEvery,
+    Rounds,
+    Track,
+    Workers,
+    numbers,
+    participation,
+)
 from upfl.errors import ConfigError, RunError
-from upfl.experiments import definitions, runner
-from upfl.experiments.plan import Job, campaign, plan
-from upfl.track import Several, tracker
+from upfl.experiments import definitions
+
+if TYPE_CHECKING:
+    from upfl.engine.rounds import Observer
+    from upfl.experiments import runner
+    from upfl.experiments.plan import Job
 
 
 def experiment(
     name: Annotated[
         str, typer.Argument(help=f"One or several, comma-separated: {', '.join(definitions.EXPERIMENTS)}.")
     ],
-    methods: Annotated[str | None, typer.Option(help="Rows, comma-separated.  [default: the paper's]")] = None,
-    data: Annotated[str | None, typer.Option(help="Data sets, comma-separated.  [default: the paper's]")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Training seeds.  [default: 0,1,2; lite and smoke: 0]")] = None,
-    partition_seeds: Annotated[str, typer.Option(help="Partition seeds: who holds which samples.")] = "0",
-    profile: Annotated[str, typer.Option(help=f"Scale: {', '.join(PROFILES)}.")] = "paper",
-    rounds: Annotated[int | None, typer.Option(min=1)] = None,
-    clients_per_round: Annotated[str | None, typer.Option(help="A number (20) or a fraction (0.4).")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Rounds between evaluations.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of every training: KEY=VALUE.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Rows, comma-separated.", show_default="the paper's")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Data sets, comma-separated.", show_default="the paper's")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Training seeds.", show_default="0,1,2; lite and smoke: 0")
+    ] = None,
+    partition_seeds: Annotated[
+        str, typer.Option(metavar="N,...", help="Partition seeds: who holds which samples.")
+    ] = "0",
+    profile: Annotated[str, typer.Option(help=PROFILE)] = "paper",
+    rounds: Rounds = None,
+    clients_per_round: ClientsPerRound = None,
+    evaluate_every: EvaluateEvery = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every training.")
+    ] = None,
     workers: Workers = None,
-    out: Annotated[Path | None, typer.Option(help="The folder.  [default: runs/NAME-PROFILE]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder.", show_default="runs/NAME-PROFILE")] = None,
     hours: Annotated[
-        float | None, typer.Option(min=0, help="Stop after so long: long trainings first, what does not fit is listed.")
+        float | None,
+        typer.Option(min=0, help="Stop after so long: long trainings first, what does not fit is listed."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     forecast: Annotated[
@@ -59,12 +77,20 @@ def experiment(
 
         upfl experiment overall --profile smoke --data digits
 
-        upfl experiment overall --data mnist --methods fedavg,tent,fedtta,fedtta-prox,fedtta++ --seeds 0
+        upfl experiment overall --data mnist --methods fedavg,fedtta --seeds 0
 
         upfl experiment distribution-shift --profile lite --forecast
 
-        upfl experiment overall,dataset-size,concept-shift --profile study --data cifar10,mnist --hours 8
+        upfl experiment overall,dataset-size --profile study --hours 8
     """
+    from upfl import api
+    from upfl.cli.tables import show_runs
+    from upfl.config import listed
+    from upfl.engine.group import under_torchrun
+    from upfl.experiments import runner
+    from upfl.experiments.plan import campaign, plan
+    from upfl.track import tracker
+
     chosen = [definitions.experiment(one) for one in dict.fromkeys(listed(name))]
     if under_torchrun():
         raise ConfigError("an experiment starts workers of its own: under torchrun, start single trainings")
@@ -137,6 +163,8 @@ def experiment(
 
 
 def _forecast(jobs: list[Job], workers: int | None, folder: Path, console: Console) -> list[runner.Estimate]:
+    from upfl.experiments import runner
+
     with console.status("a short trial of each kind of training") as status:
         estimates = []
         for estimate in runner.estimate(jobs, workers, folder):
@@ -146,6 +174,9 @@ def _forecast(jobs: list[Job], workers: int | None, folder: Path, console: Conso
 
 
 def _show(jobs: list[Job], estimates: list[runner.Estimate] | None, workers: int | None, console: Console) -> None:
+    from upfl import api
+    from upfl.experiments import runner
+
     table = lean_table("What would run")
     table.add_column("training", overflow="fold")
     table.add_column("rows")
@@ -179,6 +210,9 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def _watched(job: Job, jobs: list[Job], track: list[str]) -> Iterator[Observer]:
+    from upfl.cli.progress import ProgressBar
+    from upfl.track import Several, tracker
+
     place = f"{jobs.index(job) + 1}/{len(jobs)}"
     with ProgressBar(f"{place} {job.name}") as bar:
         yield Several([bar, *(tracker(name) for name in track)])

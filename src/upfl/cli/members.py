@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upfl import api
 from upfl.cli.console import echo
-from upfl.cli.runs import AsJson, Workers, show_runs, watched
-from upfl.engine import members
-from upfl.engine.folder import RunFolder
-from upfl.engine.rounds import Observer
+from upfl.cli.options import AsJson, Workers
+
+if TYPE_CHECKING:
+    from upfl.engine.rounds import Observer
 
 Run = Annotated[Path, typer.Argument(help="A run of closed-form that has ended.", metavar="RUN")]
 Client = Annotated[int, typer.Option("--client", "-c", min=0, help="The training client's number, from 0.")]
-Out = Annotated[Path | None, typer.Option(help="The new run folder.  [default: RUN-with-K or RUN-without-K]")]
+Out = Annotated[Path | None, typer.Option(help="The new run folder.", show_default="RUN-with-K or RUN-without-K")]
 FromScratch = Annotated[
     bool, typer.Option("--from-scratch", help="Train all anew: whitening and filters, too, are then others'.")
 ]
@@ -39,6 +38,10 @@ def forget(
 
     Example: upfl forget runs/cifar10-closed-form-label-shift-paper-s0 --client 3
     """
+    from upfl import api
+    from upfl.engine import members
+    from upfl.engine.folder import RunFolder
+
     with _new_run(run, "without", client, out, as_json) as (target, observer):
         if from_scratch:
             changed = members.without(RunFolder.open(run).config(), client)
@@ -66,6 +69,10 @@ def join(
 
     Example: upfl join runs/cifar10-closed-form-label-shift-paper-s0-without-3 --client 3
     """
+    from upfl import api
+    from upfl.engine import members
+    from upfl.engine.folder import RunFolder
+
     with _new_run(run, "with", client, out, as_json) as (target, observer):
         if from_scratch:
             changed = members.with_(RunFolder.open(run).config(), client)
@@ -79,6 +86,10 @@ def _new_run(
     run: Path, word: str, client: int, out: Path | None, as_json: bool
 ) -> Iterator[tuple[Path, Observer | None]]:
     """A folder to train the changed run into, and who watches; the run is shown afterwards."""
+    from upfl import api
+    from upfl.cli.progress import watched
+    from upfl.cli.tables import show_runs
+
     target = out or run.with_name(f"{run.name}-{word}-{client}")
     with watched(target, f"{run.name} {word} client {client}", as_json) as observer:
         yield target, observer

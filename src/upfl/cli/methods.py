@@ -1,14 +1,21 @@
 """`upfl methods`: the table of rows, and what each training and personalizer takes."""
 
+from __future__ import annotations
+
+import inspect
 import json
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
-from rich.table import Table
+from rich.markup import escape
 
-from upfl.cli.console import Console, echo
-from upfl.methods import PERSONALIZERS, ROWS, TRAININGS, Method
+from upfl.cli.console import Console, echo, lean_table
+from upfl.cli.options import AsJson
+from upfl.rows import FURTHER, ROWS, Method
+
+if TYPE_CHECKING:
+    from upfl.contract import Personalizer, Training
 
 ADVICE = (
     "Where to begin: [bold]closed-form-label-shift[/bold], for small images (digits to CIFAR). It has no learning rate "
@@ -19,52 +26,76 @@ ADVICE = (
 
 
 def methods(
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    hyper: Annotated[bool, typer.Option("--hyper", help="Also every hyper-parameter, with its default.")] = False,
+    name: Annotated[
+        str | None, typer.Argument(help="A row, a training or a personalizer: its equations and hyper-parameters.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """The methods: rows of the paper's table, each a training paired with a personalizer.
 
-    Example: upfl methods --hyper
+    Examples:
+
+        upfl methods
+
+        upfl methods fedtta++
     """
+    if name is not None:
+        return _details(name, as_json)
     if as_json:
-        rows = [
-            {
-                "row": row.row,
-                "title": row.title,
-                "training": row.training,
-                "personalizer": row.personalizer,
-                "summary": row.summary,
-                "warning": row.warning,
-            }
-            for row in ROWS
-        ]
-        echo(json.dumps(rows, indent=2))
-        return
-    console = Console()
-    table = Table("row", "training", "personalizer", "what it does", title="Methods", title_justify="left")
+        return echo(json.dumps([asdict(row) for row in ROWS], indent=2))
+    console = Console(highlight=False)
+    table = lean_table("Methods")
+    table.add_column("row", no_wrap=True)
+    table.add_column("what it does")
     for row in ROWS:
-        table.add_row(f"[bold]{row.row}[/bold]", row.training, row.personalizer, described(row))
+        table.add_row(f"[bold]{row.row}[/bold]", described(row))
+    table.add_section()
+    for further, summary in FURTHER.items():
+        table.add_row(further, f"for --score: {summary}")
     console.print(table)
-    console.print(f"Personalizers for --score: {', '.join(PERSONALIZERS)}")
     console.print(ADVICE)
-    if hyper:
-        for title, kinds in (("training", TRAININGS), ("personalizer", PERSONALIZERS)):
-            for name, kind in kinds.items():
-                _show_hyper(console, f"{title} {name}", kind.Hyper)
+    console.print("Equations and hyper-parameters: [bold]upfl methods NAME[/bold]")
+    return None
 
 
 def described(row: Method) -> str:
     return f"{row.summary} [yellow]({row.warning})[/yellow]" if row.warning else row.summary
 
 
-def _show_hyper(console: Console, title: str, hyper: type[BaseModel]) -> None:
-    if not hyper.model_fields:
-        return
-    table = Table("hyper-parameter", "default", "", title=title, title_justify="left")
-    for name, field in hyper.model_fields.items():
-        table.add_row(name, _shown(field.default), field.description or "")
-    console.print(table)
+def _details(name: str, as_json: bool) -> None:
+    """What a row is made of. Imports PyTorch: the classes know their hyper-parameters."""
+    from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class
+    from upfl.suggest import unknown
 
-
-def _shown(default: Any) -> str:
-    return "-" if default is None else str(default)
+    row = next((row for row in ROWS if row.row == name), None)
+    kinds: list[type[Training[Any]] | type[Personalizer[Any]]]
+    if row is not None:
+        kinds = [TRAININGS[row.training], *(PERSONALIZERS[part] for part in row.personalizer.split("+"))]
+    elif name in TRAININGS:
+        kinds = [TRAININGS[name]]
+    elif all(part in PERSONALIZERS for part in name.split("+")):
+        personalizer_class(name)  # whether one can stand on the other
+        kinds = [PERSONALIZERS[part] for part in name.split("+")]
+    else:
+        raise unknown("method", name, dict.fromkeys([*(row.row for row in ROWS), *TRAININGS, *PERSONALIZERS]))
+    if as_json:
+        parts = [{"name": kind.name, "hyper": kind.Hyper().model_dump(mode="json")} for kind in kinds]
+        return echo(json.dumps((asdict(row) if row else {}) | {"parts": parts}, indent=2))
+    console = Console(highlight=False)
+    if row is not None:
+        console.print(f"[bold]{row.row}[/bold]: {described(row)}")
+        console.print(f"training {row.training}, personalizer {row.personalizer}\n")
+    for kind in kinds:
+        console.print(f"[bold]{kind.name}[/bold] ({escape(kind.title)})")
+        console.print(escape(inspect.getdoc(inspect.getmodule(kind)) or ""))
+        if kind.Hyper.model_fields:
+            table = lean_table("")
+            for column in ("hyper-parameter", "default"):
+                table.add_column(column, no_wrap=True)
+            table.add_column("")
+            for key, field in kind.Hyper.model_fields.items():
+                default = "-" if field.default is None else str(field.default)
+                table.add_row(key, escape(default), escape(field.description or ""))
+            console.print(table)
+        console.print()
+    return None

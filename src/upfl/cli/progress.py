@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from upfl.cli.console import Console
-from upfl.engine.rounds import Engine
+from upfl.cli.console import Console, echo
+from upfl.engine.group import under_torchrun
+from upfl.engine.rounds import Engine, Observer
+from upfl.errors import StoppedError
+from upfl.track import Several, tracker
+
+
+@contextmanager
+def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> Iterator[Observer | None]:
+    """A progress bar and trackers around a run, and the way back into it when it is interrupted."""
+    follows = under_torchrun() and os.environ["RANK"] != "0"
+    trackers = [] if follows else [tracker(name) for name in track]
+    try:
+        if quiet or follows:
+            yield Several(trackers) if trackers else None
+        else:
+            with ProgressBar(title) as bar:
+                yield Several([bar, *trackers])
+    except KeyboardInterrupt:
+        if not follows:
+            echo(f"stopped; go on with upfl resume {path}", err=True)
+        raise typer.Exit(130) from None
+    except StoppedError as error:
+        raise StoppedError(f"{error}\nThe run can be resumed: upfl resume {path}") from error
 
 
 class ProgressBar:

@@ -17,7 +17,7 @@ def report(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="Where page, tables and figures go.")] = Path("report"),
     reference: Annotated[
-        str | None, typer.Option(help="The row that the others are compared with, client by client.  [default: fedavg]")
+        str | None, typer.Option(help="The row that others are compared with, client by client.", show_default="fedavg")
     ] = None,
 ) -> None:
     """Make one self-contained page of runs: tables, learning curves, who gained and who lost, costs, configurations.

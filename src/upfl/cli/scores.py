@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.markup import escape
 
-from upfl.cli.console import Console, echo
-from upfl.cli.runs import AsJson, lean_table, numbers
-from upfl.config import listed, toml_value
-from upfl.engine.folder import RunFolder
+from upfl.cli.console import Console, echo, lean_table
+from upfl.cli.options import AsJson, RunPath, numbers
 from upfl.errors import ConfigError
-from upfl.experiments.comparison import HARM, LARGE, summaries
-from upfl.experiments.score import USUAL, Newcomers, Scorer
-from upfl.personalize.oracle import ORACLES
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    run: RunPath,
     names: Annotated[
         str | None,
         typer.Option(
             "--score",
-            help=f"Personalizers or BASE+CORRECTION, with commas.  [default: {', '.join(USUAL)} and the run's own]",
+            metavar="NAMES",
+            help="Personalizers or BASE+CORRECTION, comma-separated.",
+            show_default="none, calibrated, label-shift, tent, and the run's own",
         ),
     ] = None,
     oracles: Annotated[
-        str | None, typer.Option(help=f"Bounds that know the labels, drawn apart: {', '.join(ORACLES)} or all.")
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Bounds that know the labels: oracle-prior, oracle-labels, oracle-step, oracle-half; or all.",
+        ),
     ] = None,
     inductive: Annotated[bool, typer.Option("--inductive", help="Personalize on one half, score the other.")] = False,
     newcomers: Annotated[
@@ -49,12 +50,18 @@ def score(
 
     Examples:
 
-        upfl score runs/digits-fedavg-paper-s0 --score none,calibrated,label-shift,auto --oracles all --inductive
+        upfl score runs/digits-fedavg-paper-s0 --oracles all --inductive
 
         upfl score runs/digits-fedavg-paper-s0 --sizes 5,20,60 --classes 2,5,10
 
         upfl score runs/cifar10-fedavg-dirichlet --new alpha_new=0.5
     """
+    from upfl.config import listed
+    from upfl.engine.folder import RunFolder
+    from upfl.experiments.comparison import summaries
+    from upfl.experiments.score import Newcomers, Scorer
+    from upfl.personalize.oracle import ORACLES
+
     wanted = listed(names)
     if names is not None and not wanted:
         raise ConfigError("--score: name at least one personalizer, such as none,label-shift")
@@ -80,7 +87,7 @@ def score(
         for kind in kinds:
             tell(f"newcomers with {kind.classes} classes and {kind.samples} samples")
             drawn = scorer.score_drawn(kind)
-            held = float(np.mean([len(right) for right in drawn[0].right]))  # fewer, where there are no more
+            held = fmean(len(right) for right in drawn[0].right)  # fewer, where there are no more
             figures = {"classes": kind.classes, "samples": kind.samples, "mean_samples": held}
             curves.append(figures | {"rows": summaries(drawn)})
     found: dict[str, Any] = {
@@ -106,6 +113,8 @@ def score(
 
 def _changes(settings: list[str]) -> dict[str, Any]:
     """Fields of the partition."""
+    from upfl.config import toml_value
+
     changes = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -116,6 +125,8 @@ def _changes(settings: list[str]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
+    from upfl.experiments.comparison import HARM, LARGE
+
     console = Console()
     table = lean_table(f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent")
     later = any("inductive" in row for row in found["rows"])

@@ -9,15 +9,22 @@ import typer
 from rich.markup import escape
 
 from upfl.cli.console import Console, echo
-from upfl.cli.runs import participation
-from upfl.config import PROFILES
+from upfl.cli.options import (
+    PROFILE,
+    ClientsPerRound,
+    DatasetName,
+    EvaluateEvery,
+    MethodName,
+    PartitionSeed,
+    Rounds,
+    participation,
+)
 from upfl.errors import ConfigError, RunError
-from upfl.experiments.search import Search, Tried, import_optuna, run
 
 
 def search(
-    method: Annotated[str, typer.Argument(help="A row of the table: see `upfl methods`.")],
-    dataset: Annotated[str, typer.Argument(help="A data set: see `upfl data list`.")],
+    method: MethodName,
+    dataset: DatasetName,
     space: Annotated[str, typer.Option(help="paper: the paper's grid; free: anywhere within ranges.")] = "paper",
     ranges: Annotated[
         list[str] | None,
@@ -25,13 +32,17 @@ def search(
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="How many in all; a grid may have fewer.")] = 20,
     parallel: Annotated[int, typer.Option(min=1, help="Trials side by side, each with one worker.")] = 1,
-    profile: Annotated[str, typer.Option(help=f"Scale: {', '.join(PROFILES)}.")] = "paper",
-    rounds: Annotated[int | None, typer.Option(min=1)] = None,
-    clients_per_round: Annotated[str | None, typer.Option(help="A number (20) or a fraction (0.4).")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Rounds between evaluations.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the trainings and of the search.")] = None,
-    partition_seed: Annotated[int | None, typer.Option(min=0, help="Who holds which samples.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder.  [default: runs/search-DATASET-METHOD-PROFILE]")] = None,
+    profile: Annotated[str, typer.Option(help=PROFILE)] = "paper",
+    rounds: Rounds = None,
+    clients_per_round: ClientsPerRound = None,
+    evaluate_every: EvaluateEvery = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the trainings and of the search.", show_default="0")
+    ] = None,
+    partition_seed: PartitionSeed = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder.", show_default="runs/search-DATASET-METHOD-PROFILE")
+    ] = None,
 ) -> None:
     """Search for a method's hyper-parameters by validation accuracy; the best go to best.toml.
 
@@ -46,6 +57,8 @@ def search(
 
         upfl search fedtta digits --range inner_lr=0.01:1 --rounds 20
     """
+    from upfl.experiments.search import Search, Tried, import_optuna, run
+
     import_optuna()
     made = Search(
         out or Path("runs") / f"search-{dataset}-{method}-{profile}",

@@ -1,0 +1,58 @@
+"""A partition in the terminal: a row for each client, a column for each class."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.columns import Columns
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
+
+from upfl.data import Clients, Federation, Partition, class_counts
+
+_SHADES = "░▒▓█"
+_MOST_ROWS = 50
+_MOST_COLUMNS = 62  # what fits 80 characters
+
+
+def picture(federation: Federation, partition: Partition, seed: int) -> Group:
+    names = federation.source.class_names
+    together = -(-len(names) // _MOST_COLUMNS)
+    column = "a class" if together == 1 else f"{together} classes, headed by their tens"
+    title = Text.from_markup(f"[bold]{federation.source.name}[/bold], {partition.kind}, partition seed {seed}")
+    legend = Text(f"A row is a client, a column {column}; {_SHADES} from few to most of its samples.", "dim")
+    if len(names) <= 20 and any(len(name) > 1 for name in names):
+        legend.append("\nClasses: " + ", ".join(f"{index} {name}" for index, name in enumerate(names)))
+    if len(federation.public):
+        legend.append(f"\nPublic, unlabelled: {len(federation.public)} samples.")
+    panels = [
+        _panel(federation, federation.training, "training", "cyan", together),
+        _panel(federation, federation.new, "new", "magenta", together),
+    ]
+    notes = [Text(f"Note: {note}", "yellow") for note in federation.notes]
+    return Group(title, legend, Columns(panels), *notes)
+
+
+def _panel(federation: Federation, clients: Clients, role: str, colour: str, together: int) -> Panel:
+    names = federation.source.class_names
+    firsts = np.arange(0, len(names), together)
+    counts = np.add.reduceat(class_counts(federation, clients)[:_MOST_ROWS], firsts, axis=1)
+    cell = 2 if len(firsts) <= 20 else 1
+    single = all(len(name) == 1 for name in names)
+    heads = [names[first] if single else str(first if together == 1 else first // 10)[-1] for first in firsts]
+    text = Text(no_wrap=True)
+    text.append("     " + "".join(head.ljust(cell) for head in heads) + " samples\n", "bold")
+    for client, row in enumerate(counts):
+        text.append(f"{client:4} ", "dim")
+        for share in row / row.max():
+            if share:
+                text.append(_SHADES[int(np.ceil(share * len(_SHADES))) - 1] * cell, colour)
+            else:
+                text.append("·".ljust(cell), "dim")
+        turned = f" {clients.angles[client]:g}°" if clients.angles.any() else ""
+        text.append(f"{row.sum():8}{turned}\n")
+    if len(clients) > _MOST_ROWS:
+        text.append(f"     and {len(clients) - _MOST_ROWS} more\n", "dim")
+    sizes = clients.sizes()
+    text.append(f"{sizes.min()} to {sizes.max()} each, {sizes.sum()} in all", "dim")
+    return Panel(text, title=f"{len(clients)} {role} clients", border_style=colour, expand=False)

@@ -1,0 +1,106 @@
+"""Results of runs as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+
+from upfl import api
+from upfl.cli.console import Console, echo, lean_table
+from upfl.methods import ROWS, row_title
+from upfl.safe.text import markdown
+
+SPREAD = "10% - median - 90%"
+NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
+
+
+def show_runs(runs: list[api.Run], as_json: bool) -> None:
+    if as_json:
+        results = [{"run": str(run.path), **run.result, "warnings": warnings([run])} for run in runs]
+        echo(json.dumps(results, indent=2))
+        return
+    table = lean_table("Accuracy on unlabelled new clients, percent")
+    table.add_column("run, row", overflow="fold")
+    for name in ("validation", "before", "after", "gain", SPREAD):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in runs:
+        result = run.result
+        table.add_row(f"[bold]{escape(run.path.name)}[/bold]", f"{result['rounds']} rounds")
+        for row in result["rows"]:
+            table.add_row(
+                f"  {escape(row_title(row['row']))}",
+                score(row, "validation"),
+                score(row, "test_before"),
+                f"[bold]{score(row, 'test')}[/bold]",
+                f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED,
+                spread(row),
+            )
+            for label, scores, clients in by_architecture(row):
+                validation, before, after = (_percent(scores[key]) for key in ("validation", "test_before", "test"))
+                known = scores["test"] is not None
+                gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else "-"
+                table.add_row(f"    {escape(label)}", validation, before, after, gain, clients, style="dim")
+    console = Console()
+    console.print(table)
+    for run in runs:
+        if left_out := run.result["left_out"]:
+            where = escape(str(run.path))
+            console.print(f"[yellow]{where}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]")
+    for warning in warnings(runs):
+        console.print(f"[yellow]{warning}[/yellow]")
+    console.print(
+        "[dim]before, after: the model before and after personalization, at the round of best validation; "
+        f"{SPREAD}: of the new clients' accuracies after.[/dim]"
+    )
+
+
+def markdown_table(runs: list[api.Run]) -> str:
+    lines = [
+        f"| run | row | rounds | seed | partition | validation | before | after | last | best | clients {SPREAD} |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in runs:
+        result = run.result
+        facts = [result["rounds"], result["seed"], result["partition_seed"]]
+        for row in result["rows"]:
+            scores = [score(row, key) for key in ("validation", "test_before", "test", "test_last", "test_best")]
+            cells = [markdown(run.path.name), markdown(row_title(row["row"])), *facts, *scores, spread(row)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+            for label, part, clients in by_architecture(row):
+                scores = [_percent(part[key]) for key in ("validation", "test_before", "test")]
+                cells = [markdown(run.path.name), f"- {markdown(label)}", *facts, *scores, "", "", clients]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
+
+
+def warnings(runs: list[api.Run]) -> list[str]:
+    """What everyone who sees these runs' rows should know."""
+    shown = dict.fromkeys(row["row"] for run in runs for row in run.result["rows"])
+    return [f"{method.title} {method.warning}." for method in ROWS if method.row in shown and method.warning]
+
+
+def by_architecture(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where clients have different models: each architecture with its new clients, its scores, its clients' spread."""
+    for name, scores in row.get("architectures", {}).items():
+        clients = [client for client in row["clients"] if client["architecture"] == name]
+        yield f"{name} ({scores['clients']})", scores, spread({"clients": clients}) if scores["clients"] else "-"
+
+
+def score(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else NOT_SCORED
+
+
+def spread(row: dict[str, Any]) -> str:
+    accuracies = [client["accuracy"] for client in row["clients"] if client["kind"] == "new"]
+    if not accuracies:
+        return NOT_SCORED
+    low, middle, high = np.percentile(accuracies, [10, 50, 90])
+    return f"{low:.1f} - {middle:.1f} - {high:.1f}"
+
+
+def _percent(score: float | None) -> str:
+    return "-" if score is None else f"{score:.2f}"
