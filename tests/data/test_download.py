@@ -120,6 +120,20 @@ def test_an_archive_without_the_files_is_refused(
     assert locate("cifar100") is None
 
 
+def test_an_archive_that_would_unpack_to_more_than_the_limit_is_refused(
+    bare: Path, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specification = write_small("cifar100", tmp_path)
+    body = archive(tmp_path / specification.folder, {"padding": bytes(10_000_000)})
+    assert len(body) < 1_000_000
+    changed = replace(specification, downloads=(publisher.publish("cifar-100-binary.tar.gz", body),))
+    monkeypatch.setitem(CATALOG, "cifar100", changed)
+    monkeypatch.setenv("UPFL_LIMIT_UNPACKED", "5MB")
+    with pytest.raises(DataError, match=r"is not unpacked: 9.5.* MiB are more than 5 MiB"):
+        fetch("cifar100")
+    assert locate("cifar100") is None
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

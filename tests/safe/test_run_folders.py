@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from upfl.safe import tensors
 from upfl.safe.folder import Folder
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 refuse: list[Callable[[str, str], None]] = []  # asked before every change of a folder
 sys.addaudithook(lambda event, told: [ask(*told) for ask in refuse] if event == "upfl.folder" and refuse else None)
 
@@ -335,6 +337,24 @@ def test_a_disk_that_is_really_full_ends_in_exit_code_4(run: Path, stopped: Path
         signal.signal(signal.SIGXFSZ, handler)
     assert upfl("resume", run, "--workers", "1").code == 0
     assert_same(run, stopped.parent / "whole")
+
+
+def test_a_small_disk_and_one_that_can_only_be_read_end_in_exit_code_4(
+    run: Path, stopped: Path, tmp_path: Path
+) -> None:
+    alone = ["unshare", "--map-root-user", "--mount"]  # mounts that nobody else sees
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("this system allows no mount namespaces")
+    (tmp_path / "disk").mkdir()
+    command = [*alone, sys.executable, "-m", "tests.small_disk", str(run), str(tmp_path / "disk")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *refused, enough = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [attempt["code"] for attempt in refused] == [4] * len(refused), refused
+    assert all("cannot be written: " in attempt["said"] for attempt in refused)
+    assert all(f"upfl resume {tmp_path / 'disk' / 'run'}" in attempt["said"] for attempt in refused)
+    assert enough["code"] == 0, enough
+    assert_same(tmp_path / "resumed", stopped.parent / "whole")
 
 
 @pytest.mark.parametrize(

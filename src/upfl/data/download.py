@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from upfl.data.catalog import Download
 from upfl.errors import DataError
+from upfl.safe.limits import exceeded, limit
 
 _CHUNK = 1 << 18
 _TIMEOUT_SECONDS = 30
@@ -80,11 +81,13 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _unpack(archive: Path, members: Collection[str]) -> None:
-    """Names in the archive are only compared, never used as paths."""
+    """Names in the archive are only compared, never used as paths. It is unpacked no further than the limit allows."""
     missing = set(members)
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for entry in tar:
+                if (end := entry.offset_data + entry.size) > limit("UNPACKED"):  # declared: nothing of it is read yet
+                    raise DataError(f"{archive.name} is not unpacked: {exceeded('UNPACKED', end)}")
                 name = entry.name.rpartition("/")[2]
                 if entry.isfile() and name in missing and (content := tar.extractfile(entry)) is not None:
                     with (archive.parent / name).open("wb") as file:
