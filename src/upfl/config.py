@@ -134,6 +134,8 @@ PUBLIC = {
     "lite": 0.1,
     "smoke": 0.01,
 }  # the public set that clients with different models share
+# Training clients with models of their own know their classes from the start: others must choose the round.
+HELD_OUT = 0.2
 ROUNDS = ("rounds", "clients_per_round", "evaluate_every")  # what a training that asks clients in turn settles itself
 
 
@@ -243,7 +245,9 @@ def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[st
     return {
         **({} if training_class(training).in_turn else {"rounds": paper()["rounds"][dataset]}),
         "model": paper_model(dataset).model_dump(exclude={"sizes"}),
-        "partition": {"public": PUBLIC[profile]} if training_class(training).heterogeneous else {},
+        "partition": {"public": PUBLIC[profile], "held_out": HELD_OUT}
+        if training_class(training).heterogeneous
+        else {},
         "training": {"name": training, **searched.get(training, {})},
         "personalize": {name: _personalizer_defaults(searched, name) for name in personalizers},
     }

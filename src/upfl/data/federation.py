@@ -34,6 +34,12 @@ class Clients(Holdings):
     def validation(self, client: int) -> Indices:
         return self.all(client)[self.train_counts[client] :]
 
+    @property
+    def held_out(self) -> NDArray[np.bool_]:
+        """Which training clients never train: they have samples, and all of them validate."""
+        held: NDArray[np.bool_] = (self.train_counts == 0) & (self.sizes() > 0)
+        return held
+
     def counts(self, split: Literal["train", "validation"]) -> Indices:
         """How many samples each client has in a split."""
         return self.train_counts if split == "train" else self.sizes() - self.train_counts
@@ -69,7 +75,8 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
             raise DataError(f"no sample is left for {role} clients: take more samples or fewer clients")
         if empty := len(dealt) - len(held):
             notes.append(f"{empty} of {len(dealt)} {role} clients hold no samples and are left out")
-    training = _left(_training_clients(holdings["training"], partition, seed), partition.without)
+    training = _held_out(_training_clients(holdings["training"], partition, seed), partition.held_out, seed)
+    training = _left(training, partition.without)
     new = _new_clients(holdings["new"], partition, seed)
     notes += _notes(source, partition, training, new)
     return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures))
@@ -173,6 +180,20 @@ def _training_clients(holdings: Holdings, partition: Partition, seed: int) -> Cl
     return _clients(holdings.shuffled(_generator(seed, "validation")), sizes - validation, angles)
 
 
+def _held_out(clients: Clients, fraction: float, seed: int) -> Clients:
+    """The same clients, of whom a fraction, drawn at random, train on nothing: all that they hold validates."""
+    if not fraction:
+        return clients
+    count = max(round(fraction * len(clients)), 1)
+    if count >= len(clients):
+        raise ConfigError(
+            f"partition.held_out = {fraction} leaves none of the {len(clients)} training clients to train"
+        )
+    train_counts = clients.train_counts.copy()
+    train_counts[_generator(seed, "held out").permutation(len(clients))[:count]] = 0
+    return _clients(clients, train_counts, clients.angles)
+
+
 def _left(clients: Clients, without: Iterable[int]) -> Clients:
     """The same clients, of whom some hold nothing any more: numbers, and all that is drawn by them, stay."""
     gone = np.array(sorted(set(without)), np.int64)
@@ -223,6 +244,8 @@ def _notes(source: Source, partition: Partition, training: Clients, new: Clients
     superclasses = source.groups if partition.kind == "superclass" else None
     if superclasses is not None and (numbers := _only_new(superclasses, training, new)):
         yield f"superclasses that only new clients hold: number {', '.join(map(str, numbers))}"
+    if held_out := int(training.held_out.sum()):
+        yield f"{held_out} of {len(training)} training clients never train: they validate as newcomers"
     unvalidated = int((training.sizes() == training.train_counts).sum())
     if unvalidated and partition.validation > 0:
         yield f"{unvalidated} of {len(training)} training clients have one sample and so no validation data"

@@ -43,6 +43,9 @@ class Partition(BaseModel):
     samples: int | None = Field(None, ge=2, description="use this many samples only, drawn at random")
     public: float = Field(0.0, ge=0, lt=1, description="fraction set aside first, as an unlabelled public set")
     validation: float = Field(0.15, ge=0, lt=1, description="fraction of a training client's data for validation")
+    held_out: float = Field(
+        0.0, ge=0, lt=1, description="fraction of the training clients that never train and validate as newcomers"
+    )
     new_fraction: float = Field(1.0, gt=0, le=1, description="fraction of its data that a new client keeps")
     rotations_training: tuple[Annotated[float, Field(ge=-360, le=360)], ...] = Field(
         (), description="angles for training clients, degrees counter-clockwise, one drawn for each client"

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,13 +88,13 @@ class LocalCohort(Cohort):
         return [client for client in self._chosen(round) if held[client]]
 
     def _chosen(self, round: int) -> list[int]:
-        count, clients = self.setup.config.participants(self.setup.clients), self.setup.clients
-        if count == clients:
-            return list(range(clients))
-        if self.setup.training.in_turn:
+        """Those whose turn it is; clients that have left or are held out may be among them."""
+        clients = np.flatnonzero(~self.setup.federation.training.held_out)
+        count = self.setup.config.participants(len(clients))
+        if self.setup.training.in_turn and count < len(clients):
             return list(self.setup.training.turn(round))
-        chosen = torch.randperm(clients, generator=generator(self.setup.config.seed, "participants", round))[:count]
-        return sorted(chosen.tolist())
+        drawn = torch.randperm(len(clients), generator=generator(self.setup.config.seed, "participants", round))
+        return sorted(clients[drawn[:count].numpy()].tolist())
 
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         failures = torch.zeros(len(participants), dtype=torch.int64)
@@ -142,7 +143,9 @@ class LocalCohort(Cohort):
 
     def own_memory(self, id: int) -> State | None:
         """What a training client's own model is made of, where that is its memory."""
-        return self.memory(id) if self.setup.training.starts_from_memory else None
+        if not self.setup.training.starts_from_memory or self.setup.federation.training.held_out[id]:
+            return None
+        return self.memory(id)
 
     def members(self) -> Sequence[State]:
         return _Members(self) if self.setup.training.publishes_memory else ()

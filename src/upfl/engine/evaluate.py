@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +34,17 @@ class Scores:
     training: Tensor  # [clients, 3]: correct before, correct after, samples of the validation split
     new: Tensor  # [clients, 3]: the same for a new client's data
     steps: Tensor  # [clients]: adaptation steps behind each new client's model
+    held_out: Tensor  # [clients]: whether a training client never trains
 
     @property
     def validation(self) -> float:
-        return percent(self.training[:, 1], self.training[:, 2])
+        return validation(self.training, self.held_out)
+
+    @property
+    def validation_own(self) -> dict[str, float]:
+        """Where some are held out, of the others on their own validation splits."""
+        counts = self.training[~self.held_out]
+        return {"validation_own": percent(counts[:, 1], counts[:, 2])} if self.held_out.any() else {}
 
     @property
     def test(self) -> float:
@@ -50,6 +58,12 @@ class Scores:
     def mean_steps(self) -> float:
         scored = self.new[:, 2] > 0
         return int(self.steps[scored].sum()) / max(int(scored.sum()), 1)
+
+
+def validation(training: Tensor, held_out: Tensor) -> float:
+    """By which rounds are chosen: of the clients that are held out, or, where none are, of all that train."""
+    counts = training[held_out] if held_out.any() else training
+    return percent(counts[:, 1], counts[:, 2])
 
 
 def percent(correct: Tensor, samples: Tensor) -> float:
@@ -70,7 +84,7 @@ def evaluate(
     """Score a personalizer on every client (or the first `limit` of each kind), shared out among the workers."""
     training = validation_counts(federation, inputs, personalizer, given, seed, group, memory, limit)
     new, steps = newcomer_counts(federation, inputs, personalizer, given.published, seed, group, limit)
-    return Scores(training, new, steps)
+    return Scores(training, new, steps, torch.from_numpy(federation.training.held_out))
 
 
 def validation_counts(
@@ -85,11 +99,13 @@ def validation_counts(
 ) -> Tensor:
     """What a personalizer gets right of each training client's validation data: [clients, 3]."""
     counts = torch.zeros(len(federation.training), 3, dtype=torch.int64)
-    sizes = federation.training.counts("validation")[:limit]
-    for i in group.share(range(len(sizes)), sizes.tolist()):
+    sizes, held_out = federation.training.counts("validation"), federation.training.held_out
+    chosen = np.concatenate([np.flatnonzero(~held_out)[:limit], np.flatnonzero(held_out)[:limit]])
+    for i in group.share(chosen.tolist(), sizes[chosen].tolist()):
         if sizes[i]:
             group.check()
-            counts[i] = score_validation(federation, inputs, personalizer, given.without(i), seed, i, memory(i))
+            published = given.published if held_out[i] else given.without(i)
+            counts[i] = score_validation(federation, inputs, personalizer, published, seed, i, memory(i))
     group.sum_(counts)
     return counts
 
@@ -153,6 +169,8 @@ def by_architecture(federation: Federation, training: Tensor, new: Tensor) -> di
     """Scores of the clients of each architecture, where clients differ in that; None where none was scored."""
     if not federation.architectures:
         return {}
+    if (held_out := torch.from_numpy(federation.training.held_out)).any():
+        training = training * held_out.unsqueeze(1)
     scores: dict[str, dict[str, Any]] = {}
     for name in federation.architectures:
         held = {

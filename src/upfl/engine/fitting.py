@@ -71,8 +71,12 @@ def require_data(personalizers: Sequence[HasNeeds], federation: Federation, limi
 
 
 def clients_of(kind: type[Fit], federation: Federation, limit: int | None = None) -> list[int]:
-    """The clients that a fit is made on: all that trained, or of the first `limit` those that validate."""
-    return [int(i) for i in np.flatnonzero(federation.training.counts(kind.split)[: kind.most(limit)])]
+    """The clients that a fit is made on: all that trained, or of the first `limit` those that validate.
+
+    Clients that are held out have a part in no fit: their labels choose the round, and nothing else.
+    """
+    held = federation.training.counts(kind.split) * ~federation.training.held_out
+    return [int(i) for i in np.flatnonzero(held[: kind.most(limit)])]
 
 
 def run_fit(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tuple[State, int]:

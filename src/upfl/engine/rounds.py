@@ -201,6 +201,7 @@ class Engine(Generic[C]):
             row = row_name(self.training.name, name)
             figures = {
                 "validation": scores.validation,
+                **scores.validation_own,
                 "test": scores.test,
                 "test_before": scores.before,
                 "steps": scores.mean_steps,
@@ -240,12 +241,13 @@ class Engine(Generic[C]):
 
     def result(self) -> dict[str, Any]:
         """The scores, as `result.json` has them."""
-        rows, metrics = [], self.folder.metrics()
+        rows, metrics, held_out = [], self.folder.metrics(), torch.from_numpy(self.federation.training.held_out)
         for row, best in self.progress.best.items():
             correct = {kind: self.progress.correct[f"{row}.{kind}"] for kind in ROLES}
             clients = [
                 {"client": i, "kind": kind, "accuracy": 100 * after / size, "before": 100 * before / size, "size": size}
                 | ({"architecture": self.federation.architecture(kind, i)} if self.federation.architectures else {})
+                | ({"held_out": True} if kind == "training" and held_out[i] else {})
                 for kind in ROLES
                 for i, (before, after, size) in enumerate(correct[kind].tolist())
                 if size
@@ -253,6 +255,7 @@ class Engine(Generic[C]):
             figures = {
                 "row": row,
                 "validation": best.validation,
+                **Scores(correct["training"], correct["new"], torch.empty(0), held_out).validation_own,
                 "test": best.test,
                 "test_before": best.before,
                 "test_last": best.test_last,

@@ -19,7 +19,7 @@ from torch import Tensor
 from upfl.contract import Personalizer, Training, Unlabelled
 from upfl.data.federation import with_newcomers
 from upfl.engine.clients import newcomer
-from upfl.engine.evaluate import percent, validation_counts
+from upfl.engine.evaluate import validation, validation_counts
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -120,7 +120,7 @@ class Scorer:
                     Group(),
                     self.engine.cohort.own_memory,
                 )
-                score.validation = percent(counts[:, 1], counts[:, 2])
+                score.validation = validation(counts, torch.from_numpy(self.federation.training.held_out))
                 scores.append(score)
             for oracle in self.oracles:
                 tell(f"scoring {oracle.name}")

@@ -259,7 +259,7 @@ class NodeCohort(Cohort):
                 self.group,
                 setup.config.evaluate_clients,
             )
-            scores[name] = Scores(validation[name], new, steps)
+            scores[name] = Scores(validation[name], new, steps, torch.zeros(len(validation[name]), dtype=torch.bool))
         return scores
 
     def _validate(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
