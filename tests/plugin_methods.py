@@ -154,7 +154,7 @@ if "upfl.engine.worker" in sys.orig_argv:
 
 ROOT = Path(__file__).parent.parent
 PLUGIN = "tests.plugin_methods"
-SMALL = ("iterations=2", "model.hidden=16", "partition.clients=16", "evaluate_clients=6")
+SMALL = ("iterations=2", "model.hidden=16", "partition.clients=16", "evaluate_clients=6", "partition.held_out=0")
 
 
 def small(method: str = "counting", *settings: str, **options: Any) -> Config:

@@ -80,7 +80,7 @@ def describe(settings: Settings) -> Config:
         settings.dataset,
         profile=settings.profile,
         file=settings.config,
-        settings=settings.set.split(),
+        settings=["partition.held_out=0", *settings.set.split()],  # every node that is there trains
         score=listed(settings.score),
     )
 
