@@ -102,7 +102,8 @@ class NodeCohort(Cohort):
         strangers = sorted(present - self.nodes.keys() - self.idle.keys())
         messages = [self._message(node, "query.introduce", {}) for node in strangers]
         # Sorted: which of two nodes with one number trains must not depend on who answers first.
-        for node, reply in sorted(exchange(self.grid, messages, self.settings.timeout), key=lambda answer: answer[0]):
+        replies = self._exchange(messages, "introduce")
+        for node, reply in sorted(replies, key=lambda answer: answer[0]):
             client = None if problem_in(reply) else facts_of(reply).get("client")
             if not isinstance(client, int) or not 0 <= client < self.setup.clients:
                 self.idle[node] = problem_in(reply) or "a newcomer: it has no client number"
@@ -119,6 +120,9 @@ class NodeCohort(Cohort):
         if arrays is not None:
             content[ARRAYS] = arrays
         return Message(content, node, kind, ttl=self.settings.timeout)
+
+    def _exchange(self, messages: list[Message], what: str) -> Iterator[tuple[int, Message]]:
+        return exchange(self.grid, messages, self.settings.timeout, what)
 
     # Rounds
 
@@ -147,7 +151,7 @@ class NodeCohort(Cohort):
             for client in participants
         ]
         left_out = dict.fromkeys(participants, f"did not reply within {self.settings.timeout:g} s")
-        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+        for node, reply in self._exchange(messages, f"train, round {round + 1}"):
             client = self.nodes[node]
             try:
                 self._add(reply, total)
@@ -215,7 +219,7 @@ class NodeCohort(Cohort):
                 for node, version in versions.items()
             ]
             failed = dict.fromkeys(versions, f"did not reply within {self.settings.timeout:g} s")
-            for node, reply in exchange(self.grid, messages, self.settings.timeout):
+            for node, reply in self._exchange(messages, f"fit {key}, step {round + 1}"):
                 if not problem_in(reply) and facts_of(reply).get(NO_DATA):
                     del versions[node], failed[node]
                     continue
@@ -269,7 +273,7 @@ class NodeCohort(Cohort):
             for node, client in self.nodes.items()
             if client < self._scored
         ]
-        for node, reply in exchange(self.grid, messages, self.settings.timeout):
+        for node, reply in self._exchange(messages, "evaluate"):
             counts = {} if problem_in(reply) else dict(reply.content.metric_records.get(SCORES) or {})
             if counts.keys() == self.setup.personalizers.keys() and all(map(_are_counts, counts.values())):
                 yield self.nodes[node], counts  # type: ignore[misc]

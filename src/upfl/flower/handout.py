@@ -42,7 +42,7 @@ def personalize(grid: Grid, settings: Settings) -> list[dict[str, Any]]:
             for node in nodes
         ]
         asked |= set(nodes)
-        for node, reply in exchange(grid, messages, settings.timeout):
+        for node, reply in exchange(grid, messages, settings.timeout, "personalize"):
             if problem := problem_in(reply):
                 answers.append({"node": node, "problem": problem})
             elif not facts_of(reply).get(NO_DATA):

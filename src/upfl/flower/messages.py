@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from logging import INFO
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -89,14 +91,22 @@ def problem_in(reply: Message) -> str | None:
     return None if problem is None else one_line(str(problem), LONGEST)
 
 
-def exchange(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[tuple[int, Message]]:
-    """Send messages and yield each reply as it comes, with the node that was asked, until the time is over."""
+def exchange(grid: Grid, messages: Sequence[Message], timeout: float, what: str) -> Iterator[tuple[int, Message]]:
+    """Send messages and yield each reply as it comes, with the node that was asked, until the time is over.
+
+    A line in the log says how long it took: with `--stream`, that is what shows that a run goes on.
+    """
+    if not messages:
+        return
+    started = time.monotonic()
     ids = grid.push_messages(messages)
     waiting = {id: message.metadata.dst_node_id for id, message in zip(ids, messages, strict=False) if id}
-    end = time.monotonic() + timeout
+    end = started + timeout
     while waiting and time.monotonic() < end:
         for reply in grid.pull_messages(set(waiting)):
             if (node := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
                 yield node, reply
         if waiting:
             time.sleep(POLL)
+    replies, seconds = len(messages) - len(waiting), time.monotonic() - started
+    log(INFO, "%s: %d of %d replies in %.1f s", what, replies, len(messages), seconds)
