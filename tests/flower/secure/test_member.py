@@ -230,9 +230,8 @@ def test_what_the_link_sees_of_a_chosen_vector_is_uniform(kind: str) -> None:
     seen: list[np.ndarray[Any, Any]] = []
     for round in range(rounds):
         link: dict[str, Any] = {}
-        Federation(3).sum(
-            session(2, size, f"train/{round}"), dict.fromkeys(range(3), chosen(kind, size)), None, transcript
-        )
+        vectors = dict.fromkeys(range(3), chosen(kind, size))
+        Federation(3).sum(session(2, size, f"train/{round}"), vectors, seen=link)
         seen += [link["masked"][client] for client in range(3)]
     values = np.stack(seen)
     pairs = np.concatenate([values.ravel(), (values[1:] - values[:-1]).ravel()])
