@@ -76,7 +76,7 @@ class Deployment:
         keys, name = self.keys, f"node-{number}"
         there = ["--superlink", f"127.0.0.1:{self.port}", "--root-certificates", str(keys / "ca.crt")]
         own = ["--auth-supernode-private-key", str(keys / f"{name}.key"), "--port", str(free_port())]
-        self.start(name, "flower-supernode", *there, *own, "--node-config", config)
+        self.start(name, "python", "-m", "upfl.flower.node", *there, *own, "--node-config", config)
 
     def command(self, *arguments: str) -> str:
         """What a command of `flwr` says."""

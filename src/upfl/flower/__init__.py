@@ -7,6 +7,8 @@
     cohort.py     the nodes as the engine's clients
     handout.py    handing a bundle to nodes that are newcomers
     privacy.py    clipping, noise, and the budget that they cost
+    secure/       sums of which the link learns nothing but the sum
+    node.py       a SuperNode whose process stays warm between messages
     keys.py       certificates and keys for a trial
 
 The Flower app itself, what `flwr run` takes, is the folder `flower/` of the repository: a configuration table and two

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import httpx
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.app_utils import start_parent_process_monitor
 from flwr.supercore.constant import TaskType
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -64,7 +65,7 @@ def run(address: str, options: list[str]) -> int:
         file = Path(folder, "secret")
         file.write_bytes(secret)
         mode = ["--isolation", "process", "--superexec-auth-secret-file", str(file)]
-        supernode = forked(lambda: _supernode([*options, *mode]))
+        supernode = forked(partial(_supernode, [*options, *mode], os.getpid()))
         running = {supernode}
 
         def end(number: int, frame: FrameType | None) -> None:
@@ -104,13 +105,14 @@ def _serve(address: str, secret: bytes, supernode: int, running: set[int]) -> in
 
 def _answer(address: str, token: str, parent: int) -> None:
     """Answer one message by the app that is installed; the run's own files are neither unpacked nor loaded."""
-    run_clientapp.install_from_fab = lambda *fab, **how: None  # type: ignore[attr-defined]
-    run_clientapp.get_load_client_app_fn = lambda **what: lambda *names: app  # type: ignore[assignment, attr-defined]
+    run_clientapp.install_from_fab = lambda *fab, **how: None  # type: ignore[assignment, attr-defined]
+    run_clientapp.get_load_client_app_fn = lambda **what: lambda *names: app  # type: ignore[attr-defined]
     run_clientapp.run_clientapp(address, token, insecure=True, parent_pid=parent)
 
 
-def _supernode(options: list[str]) -> None:
-    """Flower's SuperNode, with shorter waits."""
+def _supernode(options: list[str], parent: int) -> None:
+    """Flower's SuperNode, with shorter waits; it ends with its parent, however that one ends."""
+    start_parent_process_monitor(parent)
     sys.argv = ["flower-supernode", *options]
     start_client_internal.time = _Impatient()  # type: ignore[assignment, attr-defined]
     flower_supernode()
