@@ -50,6 +50,16 @@ class Cohort(ABC):
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round."""
 
+    def order(self, round: int) -> tuple[list[int], int]:
+        """All that may train, in the order in which they are chosen for a round, and how many of them are."""
+        clients = np.flatnonzero(~self.setup.federation.training.held_out)
+        count = self.setup.config.participants(len(clients))
+        if self.setup.training.in_turn and count < len(clients):
+            turn = list(self.setup.training.turn(round))
+            return turn, len(turn)
+        drawn = torch.randperm(len(clients), generator=generator(self.setup.config.seed, "participants", round))
+        return clients[drawn.numpy()].tolist(), count
+
     @abstractmethod
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         """Have clients train, and form the sum of what they send; returns who was left out, and why."""
@@ -88,13 +98,9 @@ class LocalCohort(Cohort):
         return [client for client in self._chosen(round) if held[client]]
 
     def _chosen(self, round: int) -> list[int]:
-        """Those whose turn it is; clients that have left or are held out may be among them."""
-        clients = np.flatnonzero(~self.setup.federation.training.held_out)
-        count = self.setup.config.participants(len(clients))
-        if self.setup.training.in_turn and count < len(clients):
-            return list(self.setup.training.turn(round))
-        drawn = torch.randperm(len(clients), generator=generator(self.setup.config.seed, "participants", round))
-        return sorted(clients[drawn[:count].numpy()].tolist())
+        """Those whose turn it is; clients that have left may be among them."""
+        order, count = self.order(round)
+        return sorted(order[:count])
 
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         failures = torch.zeros(len(participants), dtype=torch.int64)

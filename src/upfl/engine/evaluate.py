@@ -99,15 +99,25 @@ def validation_counts(
 ) -> Tensor:
     """What a personalizer gets right of each training client's validation data: [clients, 3]."""
     counts = torch.zeros(len(federation.training), 3, dtype=torch.int64)
-    sizes, held_out = federation.training.counts("validation"), federation.training.held_out
-    chosen = np.concatenate([np.flatnonzero(~held_out)[:limit], np.flatnonzero(held_out)[:limit]])
-    for i in group.share(chosen.tolist(), sizes[chosen].tolist()):
+    sizes, chosen = federation.training.counts("validation"), validating(federation, limit)
+    for i in group.share(chosen, sizes[chosen].tolist()):
         if sizes[i]:
             group.check()
-            published = given.published if held_out[i] else given.without(i)
+            published = shown_to(i, federation, given)
             counts[i] = score_validation(federation, inputs, personalizer, published, seed, i, memory(i))
     group.sum_(counts)
     return counts
+
+
+def validating(federation: Federation, limit: int | None) -> list[int]:
+    """The training clients that are scored: all, or the first `limit` of those that train and of those held out."""
+    held_out = federation.training.held_out
+    return [int(i) for kind in (~held_out, held_out) for i in np.flatnonzero(kind)[:limit]]
+
+
+def shown_to(client: int, federation: Federation, given: CrossFitted) -> Published:
+    """What a training client is scored by: nothing that was fitted on its labels."""
+    return given.published if federation.training.held_out[client] else given.without(client)
 
 
 def score_validation(

@@ -27,7 +27,7 @@ from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.config import Config
 from upfl.contract import needs_of
 from upfl.engine.clients import LocalClient
-from upfl.engine.evaluate import score_validation
+from upfl.engine.evaluate import score_validation, shown_to
 from upfl.engine.fitting import fit_client
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
@@ -111,14 +111,16 @@ def fit(message: Message, context: Context) -> RecordDict:
 def evaluate(message: Message, context: Context) -> RecordDict:
     """How well each personalizer does on this node's validation data: correct before, correct after, samples."""
     node = TrainingNode(message, context)
-    given = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])).without(node.id)
-    setup, memory = node.setup, node.memory() if node.training.starts_from_memory else None
+    given, setup = unpack(from_record(message.content.array_records[ARRAYS]), int(node.facts["round"])), node.setup
+    shown = shown_to(node.id, setup.federation, given)
+    trains = not setup.federation.training.held_out[node.id]
+    memory = node.memory() if node.training.starts_from_memory and trains else None
     validates = setup.federation.training.counts("validation")[node.id] > 0
     scores: dict[str, Any] = {}
     with node.precision():
         for name, personalizer in setup.personalizers.items() if validates else ():
             counts = score_validation(
-                setup.federation, setup.inputs, personalizer, given, setup.config.seed, node.id, memory
+                setup.federation, setup.inputs, personalizer, shown, setup.config.seed, node.id, memory
             )
             scores[name] = counts.tolist()
     return RecordDict({SCORES: MetricRecord(scores)})

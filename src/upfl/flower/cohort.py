@@ -15,8 +15,8 @@ from flwr.serverapp import Grid
 
 from upfl.contract import CrossFitted, Fit
 from upfl.engine.cohort import Cohort, Tell
-from upfl.engine.evaluate import Scores, newcomer_counts
-from upfl.engine.fitting import fit_rounds
+from upfl.engine.evaluate import Scores, newcomer_counts, validating
+from upfl.engine.fitting import clients_of, fit_rounds
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Progress
 from upfl.engine.group import Group
@@ -36,7 +36,6 @@ from upfl.flower.messages import (
 )
 from upfl.flower.privacy import CLIP, floating
 from upfl.flower.terms import Settings, Terms
-from upfl.randomness import generator
 from upfl.state import State, norm, prefixed
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
@@ -71,14 +70,9 @@ class NodeCohort(Cohort):
     def participants(self, round: int) -> list[int]:
         """The engine's choice among all clients; those that are not connected have the next ones in their place."""
         self._meet()
-        config, clients = self.setup.config, self.setup.clients
-        connected = set(self.nodes.values())
-        if self.setup.training.in_turn:  # nobody stands in for another: whoever is away is missing from the pass
-            return [client for client in self.setup.training.turn(round) if client in connected]
-        order = torch.arange(clients)
-        if (count := config.participants(clients)) < clients:
-            order = torch.randperm(clients, generator=generator(config.seed, "participants", round))
-        return sorted([client for client in order.tolist() if client in connected][:count])
+        order, count = self.order(round)
+        held, connected = self.setup.federation.training.train_counts, set(self.nodes.values())
+        return sorted([client for client in order if client in connected and held[client]][:count])
 
     def _meet(self) -> None:
         """Look who is connected, ask strangers who they are, and wait until there are enough."""
@@ -198,7 +192,8 @@ class NodeCohort(Cohort):
 
         Its rounds compare sums, so they must be over the same nodes: where one fails, all is done again without it.
         """
-        nodes = {node for node, client in self.nodes.items() if client < (fit.most(self._scored) or self.setup.clients)}
+        fitted = clients_of(type(fit), self.setup.federation, self.setup.config.evaluate_clients)
+        nodes = {node for node, client in self.nodes.items() if client in fitted}
         missing = 0
         while True:
             try:
@@ -238,11 +233,6 @@ class NodeCohort(Cohort):
         example = self.setup.client(int(counts.nonzero()[0][0]), 0)
         return fit_rounds(fit, example, fit.memory(example), self.setup.clients, self.setup.config.seed, collect)
 
-    @property
-    def _scored(self) -> int:
-        """Clients below this number are scored."""
-        return self.setup.config.evaluate_clients or self.setup.clients
-
     def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
         """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
         tell("scoring")
@@ -252,7 +242,7 @@ class NodeCohort(Cohort):
             for client, counts in self._validate(given):
                 for name, count in counts.items():
                     validation[name][client] = torch.tensor(count)
-        scores = {}
+        scores, held_out = {}, torch.from_numpy(setup.federation.training.held_out)
         for name, personalizer in setup.personalizers.items():
             new, steps = newcomer_counts(
                 setup.federation,
@@ -263,15 +253,15 @@ class NodeCohort(Cohort):
                 self.group,
                 setup.config.evaluate_clients,
             )
-            scores[name] = Scores(validation[name], new, steps, torch.zeros(len(validation[name]), dtype=torch.bool))
+            scores[name] = Scores(validation[name], new, steps, held_out)
         return scores
 
     def _validate(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
-        arrays = to_record(pack(given))
+        arrays, scored = to_record(pack(given)), validating(self.setup.federation, self.setup.config.evaluate_clients)
         messages = [
             self._message(node, "evaluate", {"round": given.published.round} | self._memory_facts(client), arrays)
             for node, client in self.nodes.items()
-            if client < self._scored
+            if client in scored
         ]
         for node, reply in self._exchange(messages, "evaluate"):
             counts = {} if problem_in(reply) else dict(reply.content.metric_records.get(SCORES) or {})
