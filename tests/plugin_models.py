@@ -69,7 +69,15 @@ class Dropping(nn.Module):
         return logits
 
 
+class Headless(nn.Sequential):
+    """Logits that are means over an image: no linear layer is the last."""
+
+    def __init__(self, shape: Shape, classes: int) -> None:
+        super().__init__(nn.Conv2d(shape[0], classes, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
 models.register("own-mlp", Mlp)
 models.register("own-convnet", Convnet)
 models.register("own-batchnorm", BatchNormNet)
 models.register("own-dropout", Dropping)
+models.register("own-headless", Headless)

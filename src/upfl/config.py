@@ -165,6 +165,8 @@ def configure(
     values = _defaults(dataset, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
     asked = given.pop("model", None)
+    if asked and not isinstance(asked, Mapping) and (reason := training_class(training).refuses_models):
+        raise ConfigError(f"{method}: no model can be chosen for it; {reason}. Leave --model out")
     values["model"] = chosen(values["model"], PROFILES[profile].get("model", {}), from_file.get("model", {}), asked)
     in_turn = training_class(training).in_turn
     scale = {key: value for key, value in PROFILES[profile].items() if not in_turn or key not in ROUNDS}

@@ -103,6 +103,18 @@ def make_training(name: str, task: Task, hyper: Any) -> Training[Any]:
     return training
 
 
+def why_not(row: Method, task: Task) -> str | None:
+    """Why a row of the table does not fit a task, in words; None where it fits."""
+    kind = training_class(row.training)
+    if reason := kind.refuses_models or kind.why_not(task):
+        return reason
+    try:
+        training = make_training(row.training, task, kind.Hyper())
+    except ConfigError as error:  # a hyper-parameter that does not suit the model
+        return str(error)
+    return personalizer_class(row.personalizer).why_not(training)
+
+
 def personalizer_class(name: str) -> type[Personalizer[Any]]:
     """A personalizer by its name, or by `BASE+CORRECTION` a correction of another one's predictions."""
     if name.count("+") > CORRECTIONS:

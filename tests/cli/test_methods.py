@@ -58,6 +58,21 @@ def test_a_methods_details_have_its_equations_and_hyper_parameters(name: str, wo
     assert json.loads(upfl("methods", name, "--json").out)["parts"]
 
 
+def test_methods_say_in_words_which_of_them_take_a_model() -> None:
+    said = upfl("methods", "--json", "--model", "own-batchnorm")
+    reasons = {row["row"]: row["why_not"] for row in json.loads(said.out)}
+    assert {row for row, reason in reasons.items() if reason} == {"odpfl-hn", "closed-form", "closed-form-label-shift"}
+    assert "running statistics" in reasons["odpfl-hn"]
+    assert "it makes a model of its own" in reasons["closed-form"]
+    headless = json.loads(upfl("methods", "--json", "--model", "tests.plugin_models:Headless").out)
+    refused = {row["row"] for row in headless if row["why_not"]}
+    assert {"refit", "refit-label-shift", "fedsr", "fedadg", "odpfl-hn", "fed3r", "fedncm"} <= refused
+    assert not {"fedavg", "tent", "fedtta", "label-shift"} & refused
+    assert "fedper.personal" in next(row["why_not"] for row in headless if row["row"] == "pfl-ensemble")
+    assert "no: a hypernetwork" in upfl("methods", "odpfl-hn", "--model", "own-batchnorm").out
+    assert upfl("methods", "fedta", "--model", "own-batchnorm").code == 2
+
+
 def test_an_unknown_method_is_refused() -> None:
     said = upfl("methods", "fedta")
     assert said.code == 2

@@ -50,6 +50,11 @@ def test_a_run_cannot_be_called_what_it_is_not(tmp_path: Path, setting: str) -> 
     refused(train(tmp_path / "run", "--set", setting), tmp_path / "run", setting.partition("=")[2])
 
 
+def test_a_training_that_makes_its_own_model_takes_no_other(tmp_path: Path) -> None:
+    said = upfl("train", "closed-form", "digits", "--model", "resnet8", "--out", tmp_path / "run")
+    refused(said, tmp_path / "run", "closed-form: no model can be chosen for it; it makes a model of its own")
+
+
 def test_an_unknown_command_is_refused_with_exit_code_2() -> None:
     said = upfl("trian")
     assert said.code == 2

@@ -69,8 +69,7 @@ PLAIN = ("fedavg", "fedprox", "scaffold", "afl", "fedgma", "fedper", "fedadg", "
 @pytest.mark.parametrize("wrapped", BUILT_IN)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_wrapped_model_trains_as_the_built_in_one(name: str, wrapped: str, dtype: torch.dtype) -> None:
-    """A round of two clients; what is left out are FedSR, which takes chains of layers alone, and ODPFL-HN, whose
-    encoder is another one."""
+    """A round of two clients; what is left out are FedSR and ODPFL-HN, which put other layers into a module."""
     ends, built_in = [], BUILT_IN[wrapped]
     first = make_training(name, Task(built_in, CLASSES, 2), TRAININGS[name].Hyper())
     start = first.init(generator(0))
@@ -82,6 +81,28 @@ def test_a_wrapped_model_trains_as_the_built_in_one(name: str, wrapped: str, dty
     moved = difference(ends[0], {key: value.to(dtype) for key, value in start.items()})
     assert distance(ends[1], ends[0], scale=ends[0]) < (1e-6 if dtype == torch.float32 else 1e-12)
     assert max(float(value.abs().max()) for value in moved.values()) > 1e-4, "nothing was learned"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_fedsr_gives_a_module_the_layer_that_a_deeper_mlp_has(dtype: torch.dtype) -> None:
+    """The representation stands between the head and what it read: the third layer of an MLP of four."""
+    hyper = TRAININGS["fedsr"].Hyper(iterations=3, batch_size=10)
+    deeper = make_training("fedsr", Task(mlp(128, (16, 16, 16), CLASSES), CLASSES, 2), hyper)
+    wrapped = make_training("fedsr", Task(own("own-mlp"), CLASSES, 2), hyper)
+    start = {key: value.to(dtype) for key, value in deeper.init(generator(0)).items()}
+    expected = a_round(deeper, start, dtype, deeper)
+    renamed = {"psi.fc3": "psi.representation", "psi.fc4": "psi.fc3"}
+
+    def as_module(state: State) -> State:
+        return {f"{renamed.get(layer, layer)}.{kind}": state[f"{layer}.{kind}"] for layer, kind in map(split, state)}
+
+    found = a_round(wrapped, as_module(start), dtype, wrapped)
+    assert distance(found, as_module(expected), scale=found) < (1e-6 if dtype == torch.float32 else 1e-12)
+
+
+def split(name: str) -> tuple[str, str]:
+    layer, _, kind = name.rpartition(".")
+    return layer, kind
 
 
 def a_round(training: Any, server: State, dtype: torch.dtype, first: Any) -> State:

@@ -13,9 +13,12 @@ from tests import plugin_models
 from tests.modules import own
 from tests.reference import CLASSES
 from upfl import models
+from upfl.config import configure
 from upfl.contract import Task
+from upfl.engine.setup import assemble
 from upfl.errors import ConfigError
 from upfl.methods import TRAININGS, make_training
+from upfl.testing import check_training
 from upfl.training.fedavg import FedAvg
 from upfl.training.fedtta import FedTTA
 
@@ -90,6 +93,18 @@ def test_a_module_that_cannot_work_is_told_why(name: str) -> None:
         own(f"refused-{name}")
 
 
+class _Branching(plugin_models.Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.mean() > 0 else -x)  # vmap could not: it has one answer for many clients
+
+
+def test_control_flow_that_looks_at_data_trains_one_client_at_a_time_and_side_by_side_is_refused() -> None:
+    models.register("branching", _Branching)
+    check_training("fedtta", model="branching")
+    with pytest.raises(ConfigError, match="vectorize = 2: model 'branching' trains one client at a time; leave it"):
+        assemble(configure("fedavg", "digits", model="branching", vectorize=2))
+
+
 @pytest.mark.parametrize("last", [False, True], ids=["within", "last"])
 def test_a_gradient_that_cannot_be_differentiated_again_is_told_before_fedtta_trains(last: bool) -> None:
     class Once(torch.autograd.Function):
@@ -117,7 +132,9 @@ def test_a_gradient_that_cannot_be_differentiated_again_is_told_before_fedtta_tr
 @pytest.mark.parametrize(
     ("name", "model", "reason"),
     [
-        ("fedsr", "resnet8", "take mlp or convnet"),
+        ("fedsr", "own-headless", "last layer reads, which must be linear"),
+        ("fedadg", "own-headless", "does not end in a linear layer"),
+        ("odpfl-hn", "own-headless", "up to the last, which must be linear"),
         ("odpfl-hn", "own-batchnorm", "running statistics"),
         ("odpfl-hn", "own-dropout", "dropout"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +29,10 @@ def methods(
     name: Annotated[
         str | None, typer.Argument(help="A row, a training or a personalizer: its equations and hyper-parameters.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Which methods take this model, and why others do not.", show_default=False)
+    ] = None,
+    dataset: Annotated[str, typer.Option(help="With --model: the data set that it is for.")] = "digits",
     as_json: AsJson = False,
 ) -> None:
     """The methods: rows of the paper's table, each a training paired with a personalizer.
@@ -38,7 +42,11 @@ def methods(
         upfl methods
 
         upfl methods fedtta++
+
+        upfl methods --model my_models:Net --dataset cifar10
     """
+    if model is not None:
+        return _fitting(name, model, dataset, as_json)
     if name is not None:
         return _details(name, as_json)
     if as_json:
@@ -56,6 +64,32 @@ def methods(
     console.print(ADVICE)
     console.print("Equations and hyper-parameters: [bold]upfl methods NAME[/bold]")
     return None
+
+
+def _fitting(name: str | None, model: str, dataset: str, as_json: bool) -> None:
+    """Which rows take a model for a data set, and why the others do not."""
+    from upfl import models
+    from upfl.config import configure
+    from upfl.contract import Architecture
+    from upfl.engine.setup import assemble
+    from upfl.methods import why_not
+    from upfl.suggest import unknown
+
+    setup = assemble(configure("fedavg", dataset, model=models.load(model)))
+    public = setup.inputs.x(setup.federation.new.all(0)[:2])
+    task = replace(setup.training.task, architectures={"": Architecture(setup.training.model)}, public=public)
+    rows = [row for row in ROWS if name in (None, row.row, row.training, row.personalizer)]
+    if not rows:
+        raise unknown("method", str(name), [row.row for row in ROWS])
+    reasons = {row: why_not(row, task) for row in rows}
+    if as_json:
+        return echo(json.dumps([asdict(row) | {"why_not": reason} for row, reason in reasons.items()], indent=2))
+    table = lean_table(f"Methods for {escape(model)} on {escape(dataset)}")
+    table.add_column("row", no_wrap=True)
+    table.add_column("does it fit?")
+    for row, reason in reasons.items():
+        table.add_row(f"[bold]{row.row}[/bold]", "yes" if reason is None else f"no: {escape(reason)}")
+    return Console(highlight=False).print(table)
 
 
 def described(row: Method) -> str:

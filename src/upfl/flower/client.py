@@ -175,7 +175,7 @@ class TrainingNode:
 
     def __init__(self, message: Message, context: Context) -> None:
         self.facts: dict[str, Any] = dict(facts_of(message))
-        self.terms = Terms.model_validate_json(self.facts["terms"])
+        self.terms = Terms.received(self.facts["terms"])
         self.node: Node = Node.of(context.node_config, "node-config")
         self.setup = assemble(self.terms.config, node_federation(self.terms, self.node), self.node.device)
         self.training = self.setup.training

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from upfl.bundle.manifest import TaskSection
 from upfl.config import Config, configure, listed, read_toml, validated
@@ -116,6 +116,18 @@ class Terms(BaseModel):
     config: Config
     task: FederationTask
     privacy: Privacy | None = None
+
+    @classmethod
+    def received(cls, text: str) -> Terms:
+        """What the server sent; a node may lack what a run needs, such as a model that is registered elsewhere."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(
+                f"this node's upfl cannot take part in the run: {reason}. Modules that register models or methods are "
+                "named by UPFL_PLUGINS"
+            ).public() from error
 
 
 class Node(Table):

@@ -35,24 +35,31 @@ def embedding(model: Model, size: int) -> Model | None:
     return Layered((*layers[: flat + 1], Linear("embedding", linear[0].inputs, size)))
 
 
-def halves(model: Model) -> tuple[Layered, Layered] | None:
-    """A model cut in two after a doubled layer: an encoder of twice as many numbers, and the classifier of one half.
+def halves(model: Model) -> tuple[Model, Model, Layered] | None:
+    """A model cut in two after a doubled layer: all of its layers, an encoder of twice as many numbers, and the
+    classifier of one half.
 
     The doubled layer is the last convolution, or the last linear one but the head. Rectifiers between it and the
-    classifier are left out.
+    classifier are left out. A module gets a linear layer for it, on what its head reads; the head is the classifier.
     """
-    if not isinstance(model, Layered):
+    if model.head is None:
         return None
+    if not isinstance(model, Layered):
+        classes, size = model.shapes[f"{model.head}.weight"]
+        doubled, last = Linear("representation", size, 2 * size), Linear(model.head, size, classes)
+        whole, encoder = with_head(model, (doubled, last)), with_head(model, (doubled,))
+        return (whole, encoder, Layered((last,))) if whole and encoder else None
     layers = list(model.layers)
     convolutions = [i for i, layer in enumerate(layers) if isinstance(layer, Conv)]
     linear = [i for i, layer in enumerate(layers) if isinstance(layer, Linear)]
     if len(linear) < 2:
         return None
     cut = convolutions[-1] if convolutions else linear[-2]
-    doubled = layers[cut]
-    assert isinstance(doubled, Conv | Linear)
-    wide = type(doubled)(doubled.name, doubled.inputs, 2 * doubled.outputs)
+    single = layers[cut]
+    assert isinstance(single, Conv | Linear)
+    wide = type(single)(single.name, single.inputs, 2 * single.outputs)
     rest = [i for i in range(cut + 1, len(layers)) if not isinstance(layers[i], Relu)]
     head = next(i for i in rest if isinstance(layers[i], Linear))
     between = tuple(layers[i] for i in rest if i < head)
-    return Layered((*layers[:cut], wide, *between)), Layered(tuple(layers[head:]))
+    below, above = (*layers[:cut], wide, *between), tuple(layers[head:])
+    return Layered((*below, *above)), Layered(below), Layered(above)

@@ -17,7 +17,7 @@ from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.local import train_client
 from upfl.engine.setup import assemble
-from upfl.methods import make_personalizer, personalizer_class, training_class
+from upfl.methods import make_personalizer, personalizer_class, resolve, training_class
 from upfl.randomness import generator
 from upfl.state import State
 
@@ -57,7 +57,7 @@ class Parts:
 def small(training: str, model: Any = None, settings: Sequence[str] = (), score: Sequence[str] = ()) -> Config:
     """A run of a second or a few: digits, six clients of each kind. Some gradients are clipped."""
     short = {"iterations": 3, "batch_size": 16, "clip": 0.3, "digest_epochs": 1, "digest_batch": 10}
-    known = training_class(training).Hyper.model_fields
+    known = training_class(resolve(training)[0]).Hyper.model_fields
     return configure(
         training,
         "digits",

@@ -66,6 +66,7 @@ class ClosedForm(Training[ClosedFormHyper]):
     name = "closed-form"
     title = "Closed form"
     Hyper = ClosedFormHyper
+    refuses_models = "it makes a model of its own: a layer of patches, and a linear one"
     in_turn = True
     takes_steps = False
 
@@ -78,7 +79,7 @@ class ClosedForm(Training[ClosedFormHyper]):
     @classmethod
     def why_not(cls, task: Task) -> str | None:
         if _patches(task.model) is None:
-            return "it makes a model of its own: a layer of patches, and a linear one"
+            return cls.refuses_models
         return super().why_not(task)
 
     @classmethod

@@ -9,7 +9,8 @@ r_m, r_s (a reference for each class, started at 0 and 1) and the scalar C (star
 and stay on the client. The KL is summed over dimensions, averaged over the batch.
 
 Settled: the MLP's second layer is doubled (400 = 200 + 200); the ConvNet's second convolution is (128 channels),
-flattened and split in halves. Both feed the classifier without a rectifier of their own, as a Gaussian's mean has a
+flattened and split in halves; any other module gets a linear layer between what its last layer read and that layer, as
+the authors' ResNet does. All feed the classifier without a rectifier of their own, as a Gaussian's mean has a
 sign; momentum restarts every round. r and C have no weight decay and are clipped apart from psi. 1e-6 is added to sigma
 and 1e-12 to the ratio of variances in the KL, which keeps its logarithm finite where a representation collapses: sigma
 under 1e-5 counts as wider than it is. A prediction averages the probabilities of 20 samples whose eps come from a fixed
@@ -24,7 +25,6 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client, Noise, Phase, Task
-from upfl.models import Layered
 from upfl.models.surgery import halves
 from upfl.randomness import generator as named_generator
 from upfl.state import State, contiguous, prefixed, select
@@ -51,15 +51,16 @@ class FedSR(LocalTraining[FedSRHyper]):
         super().__init__(task, hyper)
         cut = halves(task.model)
         assert cut is not None, self.why_not(task)
-        self.encoder, self.classifier = cut
-        self.model = Layered((*self.encoder.layers, *self.classifier.layers))
+        self.model, self.encoder, self.classifier = cut
         self.dimensions = next(iter(self.classifier.shapes.values()))[1]
         self.eps = torch.randn(SAMPLES, 1, self.dimensions, generator=named_generator("fedsr", "prediction"))
 
     @classmethod
     def why_not(cls, task: Task) -> str | None:
         if halves(task.model) is None:
-            return "it doubles a layer within the model: take mlp or convnet, with two linear layers at least"
+            return (
+                "it makes a Gaussian of what the last layer reads, which must be linear, and not the model's only one"
+            )
         return super().why_not(task)
 
     def memory(self, client: Client) -> State:
@@ -85,7 +86,7 @@ class FedSR(LocalTraining[FedSRHyper]):
 
     def loss(self, params: State, batch: Batch) -> Tensor:
         psi, own, weight = select(params, "psi"), select(params, "own"), batch.weight()
-        m, sigma = self.represent(psi, batch.x)
+        m, sigma = self.gaussian(self.encoder.learning(psi, batch.x))
         z = m + sigma * batch.noise["eps"]
         log_p = self.classifier.apply(psi, z).log_softmax(1)
         cross_entropy = -(log_p.gather(1, batch.y.unsqueeze(1)).squeeze(1) * weight).sum()
@@ -93,9 +94,9 @@ class FedSR(LocalTraining[FedSRHyper]):
         divergence = gaussian_kl(own["C"] * m, own["C"] * sigma, own["r_m"][batch.y], F.softplus(own["r_s"])[batch.y])
         return cross_entropy + self.hyper.l2r * length + self.hyper.cmi * (divergence.sum(1) * weight).sum()
 
-    def represent(self, psi: State, x: Tensor) -> tuple[Tensor, Tensor]:
+    def gaussian(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the standard deviation of each sample's representation."""
-        m, s = self.encoder.apply(psi, x).flatten(1).chunk(2, dim=1)
+        m, s = encoded.flatten(1).chunk(2, dim=1)
         return m, F.softplus(s) + 1e-6
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
@@ -103,13 +104,13 @@ class FedSR(LocalTraining[FedSRHyper]):
         return up, contiguous(select(carry, "own"))
 
     def logits(self, params: State, x: Tensor) -> Tensor:
-        m, sigma = self.represent(params, x)
+        m, sigma = self.gaussian(self.encoder.apply(params, x))
         eps = self.eps.to(x.device)
         log_p = torch.stack([self.classifier.apply(params, m + sigma * e).log_softmax(1) for e in eps])
         return log_p.logsumexp(0) - math.log(SAMPLES)
 
     def features(self, params: State, x: Tensor) -> Tensor:
-        return self.represent(params, x)[0]
+        return self.gaussian(self.encoder.apply(params, x))[0]
 
     @property
     def head(self) -> None:
