@@ -49,5 +49,5 @@ def test_a_node_without_the_model_says_what_it_lacks_and_the_run_does_too(
     with pytest.raises(UpflError) as refused:
         federated(small("fedavg", "own-batchnorm"), tmp_path / "run", Lacking(NODES))
     for words in (caplog.text, str(refused.value)):
-        assert "this node's upfl cannot take part in the run: model.name: unknown model 'own-batchnorm'" in words
-        assert "named by UPFL_PLUGINS" in words
+        assert "the run does not fit this node's upfl" in words
+        assert "in the node's UPFL_PLUGINS): model.name: unknown model 'own-batchnorm'" in words

@@ -125,8 +125,8 @@ class Terms(BaseModel):
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise ConfigError(
-                f"this node's upfl cannot take part in the run: {reason}. Modules that register models or methods are "
-                "named by UPFL_PLUGINS"
+                "the run does not fit this node's upfl (where a model or method is not known, name the module that "
+                f"registers it in the node's UPFL_PLUGINS): {reason}"
             ).public() from error
 
 
