@@ -112,7 +112,7 @@ class MetaStep:
     clip: float = 10.0
     second_order: bool = True
     mu: float = 0.0
-    kl: str = "forward"
+    kl: str = "own-first"
 
     def loss(self, psi: Params, phi: Params, x: Tensor, y: Tensor, received: Params) -> Tensor:
         """L as a differentiable function of psi and phi (of psi without the Hessian if not `second_order`)."""
@@ -127,7 +127,7 @@ class MetaStep:
         if self.mu:
             p = self.forward(psi, x).log_softmax(1)
             q = self.forward(received, x).detach().log_softmax(1)
-            first, second = (p, q) if self.kl == "forward" else (q, p)
+            first, second = (p, q) if self.kl == "own-first" else (q, p)
             loss = loss + self.mu * (first.exp() * (first - second)).sum(1).mean()
         return loss
 

@@ -91,7 +91,7 @@ def test_without_sizes_all_clients_have_the_one_model(tmp_path: Path) -> None:
         ("hetero-fedtta", "model.sizes=3", "model.sizes"),
         ("hetero-fedtta", "lambda=0.5", "did you mean lambda_"),
         ("hetero-fedtta", "lambda_=-1", "lambda_"),
-        ("hetero-fedtta", "kl=forward", "teacher-first"),
+        ("hetero-fedtta", "kl=backward", "target-first"),
     ],
 )
 def test_what_does_not_fit_is_named(method: str, setting: str, message: str) -> None:

@@ -73,7 +73,7 @@ def test_the_papers_hyper_parameters_are_the_defaults(row: str, dataset: str) ->
     if row.startswith("fedtta"):
         assert (hyper["momentum"], hyper["adaptation_width"], hyper["second_order"]) == (0.9, 32, True)
     if row in ("fedtta-prox", "fedtta++"):
-        assert hyper["kl"] == "forward"
+        assert hyper["kl"] == "target-first"
     assert config.rounds == ROUNDS[dataset]
     assert config.participants(50) == 50
     assert config.partition.validation == 0.15
@@ -306,7 +306,7 @@ scalars = st.one_of(
     st.booleans(),
     st.text(max_size=8),
     st.none(),
-    st.sampled_from(["mlp", "convnet", "samples", "reverse", "iid", "dirichlet", "adapted", "last", "norm", "cuda:0"]),
+    st.sampled_from(["mlp", "convnet", "own-first", "iid", "dirichlet", "adapted", "last", "norm", "cuda:0"]),
 )
 values = st.recursive(
     scalars,

@@ -56,7 +56,7 @@ class DigestStep:
 
     case: Case
     lambda_: float
-    direction: str = "teacher-first"
+    direction: str = "target-first"
     inner_lr: float = 0.5
     weight_decay: float = 1e-4
 
@@ -68,7 +68,7 @@ class DigestStep:
         return self._kl(personalized, self.case.forward(adapted, x)) + self.lambda_ * self._kl(base, z)
 
     def _kl(self, taught: Tensor, student: Tensor) -> Tensor:
-        return kl(taught, student) if self.direction == "teacher-first" else kl(student, taught)
+        return kl(taught, student) if self.direction == "target-first" else kl(student, taught)
 
     def gradients(self, psi: Params, phi: Params, batch: Batch, taught: State) -> tuple[float, Params, Params]:
         psi, phi = leaves(psi), leaves(phi)

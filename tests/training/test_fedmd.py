@@ -28,6 +28,7 @@ from upfl.engine.fold import FixedPointSum
 from upfl.randomness import generator
 from upfl.state import State, prefixed, select
 from upfl.training.fedmd import FedMD, distillation
+from upfl.training.fedtta import FedTTAProxHyper
 from upfl.training.hetero_fedtta import HeteroFedTTAHyper
 from upfl.training.hetero_tent import HeteroTent
 
@@ -41,18 +42,18 @@ def test_the_distillation_loss_of_hand_made_logits() -> None:
     target = torch.cat([quarter, quarter, half])  # the batch is the third of the public set's samples
     logits = quarter + 7.0  # a shift changes nothing
     forward, _ = distillation(logits, target, batch, HeteroFedTTAHyper())
-    backward, _ = distillation(logits, target, batch, HeteroFedTTAHyper(kl="student-first"))
+    backward, _ = distillation(logits, target, batch, HeteroFedTTAHyper(kl="own-first"))
     assert float(forward) == pytest.approx(0.5 * 0.2876820724517809, rel=1e-5)  # log(4/3) / 2
     assert float(backward) == pytest.approx(0.13081203594113694, rel=1e-5)  # 3/4 log 3/2 + 1/4 log 1/2
 
 
-@pytest.mark.parametrize("direction", ["teacher-first", "student-first"])
+@pytest.mark.parametrize("direction", ["target-first", "own-first"])
 def test_the_distillation_loss_and_its_gradient_equal_pytorchs(direction: Any) -> None:
     batch = public_batch(CASES["mlp"], [3, 1, 8, 11])
     student, target = teacher(1)["base"][:4].requires_grad_(), teacher(2)["base"]
     with torch.enable_grad():
         pair = (target[[3, 1, 8, 11]], student)
-        expected = kl(*(pair if direction == "teacher-first" else pair[::-1]))
+        expected = kl(*(pair if direction == "target-first" else pair[::-1]))
         (slope,) = torch.autograd.grad(expected, student)
     loss, dz = distillation(student.detach(), target, batch, HeteroFedTTAHyper(kl=direction))
     torch.testing.assert_close(loss, expected.detach())
@@ -76,7 +77,7 @@ def models_of(training: FedMD[Any], seed: int) -> State:
 BARE: dict[str, Any] = {"outer_lr": 1.0, "adapt_lr": 1.0, "momentum": 0.0, "clip": 1e9}
 
 
-@pytest.mark.parametrize("direction", ["teacher-first", "student-first"])
+@pytest.mark.parametrize("direction", ["target-first", "own-first"])
 @pytest.mark.parametrize("lambda_", [0.0, 0.8])
 def test_a_digest_step_equals_plain_double_backward(case: Case, lambda_: float, direction: Any) -> None:
     training = hetero(case, **BARE, lambda_=lambda_, kl=direction)
@@ -221,3 +222,11 @@ def test_the_first_round_has_nothing_to_digest_and_later_ones_whole_epochs() -> 
     assert (digest.split, digest.iterations, digest.batch_size) == ("public", 6, 5)
     assert training.bytes_down(training.init(generator(0)), 0) == 0
     assert training.bytes_down(training.init(generator(0)), 1) == 2 * PUBLIC * CLASSES * 4
+
+
+def test_words_of_earlier_versions_are_read() -> None:
+    assert [FedTTAProxHyper(kl=word).kl for word in ("reverse", "forward")] == ["target-first", "own-first"]
+    assert [HeteroFedTTAHyper(kl=f"{word}-first").kl for word in ("teacher", "student")] == [
+        "target-first",
+        "own-first",
+    ]

@@ -49,16 +49,16 @@ BARE: dict[str, Any] = {"outer_lr": 1.0, "adapt_lr": 1.0, "momentum": 0.0, "clip
 
 
 PLAIN: dict[str, Any] = {"inner_lr": 0.5, "outer_lr": 0.3, "adapt_lr": 0.1, "weight_decay": 1e-4, "clip": 10.0}
-PROX = PLAIN | {"mu": 5.0, "kl": "forward"}
+PROX = PLAIN | {"mu": 5.0, "kl": "own-first"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "much decay of weights": PLAIN | {"weight_decay": 0.05},
     "clipped": PLAIN | {"clip": 0.05},
     "first order": PLAIN | {"weight_decay": 0.05, "second_order": False},
     "prox": PROX,
-    "prox, reverse": PROX | {"kl": "reverse"},
+    "prox, target first": PROX | {"kl": "target-first"},
     "prox, reverse, clipped, first order": PROX
-    | {"kl": "reverse", "clip": 0.05, "weight_decay": 0.05, "second_order": False},
+    | {"kl": "target-first", "clip": 0.05, "weight_decay": 0.05, "second_order": False},
 }
 in_every_setting = pytest.mark.parametrize("hyper", SETTINGS.values(), ids=list(SETTINGS))
 

@@ -13,15 +13,15 @@ training client's weights.
 
 Settled (authors' code): the digest is one epoch in batches of 100, a newcomer's two; the first round has nothing to
 digest; rates decay by round in the digest, too. Here the batches of P are shuffled. The paper's Eq. 10 puts the student
-first in the divergence, the authors' code takes the teacher as the target, KL(teacher || student): the default, `kl`
-chooses.
+first in the divergence, the authors' code the teacher, KL(teacher || student): the default, and `kl` chooses
+(`training/sgd.py`: one rule for all methods).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
@@ -33,16 +33,14 @@ from upfl.models import Model
 from upfl.randomness import default_generator
 from upfl.state import State, contiguous, prefixed, select, to_device, trainable
 from upfl.training.base import LocalHyper, LocalTraining
-from upfl.training.sgd import divergence
+from upfl.training.sgd import Order, divergence
 
 
 class FedMDHyper(LocalHyper):
     digest_epochs: int = Field(1, ge=1, description="passes over the public set before local training")
     digest_batch: int = Field(100, ge=1)
     newcomer_epochs: int = Field(2, ge=1, description="passes over the public set that make a newcomer's models")
-    kl: Literal["teacher-first", "student-first"] = Field(
-        "teacher-first", description="KL(teacher || student), or back"
-    )
+    kl: Order = Field("target-first", description="KL(teacher || student), or the other way round")
 
 
 @dataclass(frozen=True)
@@ -198,4 +196,4 @@ class FedMD(Training[D]):
 def distillation(logits: Tensor, teacher: Tensor, batch: Batch, hyper: FedMDHyper) -> tuple[Tensor, Tensor]:
     """The mean divergence of a student's logits from the teacher's on a batch of the public set, and its gradient."""
     assert batch.index is not None
-    return divergence(logits, teacher[batch.index], batch.weight(), own_first=hyper.kl == "student-first")
+    return divergence(logits, teacher[batch.index], batch.weight(), hyper.kl)

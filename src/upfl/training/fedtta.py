@@ -5,7 +5,7 @@ by g makes f fit the client. On a batch (X, Y):
 
     Z    = f(X; psi),   l_per = ||g(Z; phi)||_2
     psi~ = psi - inner_lr * (grad_psi l_per + weight_decay * psi)
-    L    = CE(f(X; psi~), Y)  [+ mu * KL(softmax Z || softmax Z.)]            the last term in FedTTA-Prox
+    L    = CE(f(X; psi~), Y)  [+ mu * KL(softmax Z. || softmax Z)]            the last term in FedTTA-Prox
     psi <- psi - outer_lr * clip(grad_psi L),   phi <- phi - adapt_lr * clip(grad_phi L)
     server: the mean of both
 
@@ -18,13 +18,11 @@ v = grad L at psi~, d = -inner_lr * v and u = grad_Z l_per, so that grad_psi l_p
 J d is one forward product; both derivatives of <u, J d> through g are one more pass over the small g.
 
 Settled: weight decay in the inner step, no clipping there, phi with momentum 0.9 that restarts every round (authors'
-code); the norm is sqrt(sum s^2 + 1e-12), whose second derivative exists at zero; KL is the mean over samples; the
-authors' code takes the reverse divergence (`kl = "reverse"`). `second_order = false` drops the Hessian term from psi's
-gradient; phi's stays exact. Of a model with BatchNorm, both passes take the batch's statistics, the pass at psi moves
+code); the norm is sqrt(sum s^2 + 1e-12), whose second derivative exists at zero; KL is the mean over samples, and
+its order the authors' code's; the paper's text has `kl = "own-first"` (`training/sgd.py`: one rule for all methods).
+`second_order = false` drops the Hessian term from psi's gradient; phi's stays exact. Of a model with BatchNorm, both passes take the batch's statistics, the pass at psi moves
 the running ones, and Z. is normalised by the batch, too, so that the term is zero where nothing has moved.
 """
-
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -34,7 +32,7 @@ from upfl.contract import Batch, Client, Published, Task, Unlabelled
 from upfl.models import adaptation_model
 from upfl.state import State, prefixed, select
 from upfl.training.base import LocalHyper, LocalTraining
-from upfl.training.sgd import cross_entropy, divergence, sgd_
+from upfl.training.sgd import Order, cross_entropy, divergence, sgd_
 
 
 class FedTTAHyper(LocalHyper):
@@ -128,7 +126,7 @@ class FedTTA(LocalTraining[FedTTAHyper]):
 
 class FedTTAProxHyper(FedTTAHyper):
     mu: float = Field(0.01, ge=0, description="weight of the divergence from the received model")
-    kl: Literal["forward", "reverse"] = Field("forward", description="KL(base || received), or the reverse")
+    kl: Order = Field("target-first", description="KL(received || base), or the other way round")
 
 
 class FedTTAProx(FedTTA):
@@ -149,4 +147,4 @@ class FedTTAProx(FedTTA):
 
     def penalty(self, carry: State, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         received = self.model.batchwise(select(carry, "received"), batch.x)
-        return divergence(logits, received, batch.weight() * self.hyper.mu, own_first=self.hyper.kl == "forward")
+        return divergence(logits, received, batch.weight() * self.hyper.mu, self.hyper.kl)
