@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "first order": PLAIN | {"weight_decay": 0.05, "second_order": False},
     "prox": PROX,
     "prox, target first": PROX | {"kl": "target-first"},
-    "prox, reverse, clipped, first order": PROX
+    "prox, target first, clipped, first order": PROX
     | {"kl": "target-first", "clip": 0.05, "weight_decay": 0.05, "second_order": False},
 }
 in_every_setting = pytest.mark.parametrize("hyper", SETTINGS.values(), ids=list(SETTINGS))

@@ -18,10 +18,11 @@ v = grad L at psi~, d = -inner_lr * v and u = grad_Z l_per, so that grad_psi l_p
 J d is one forward product; both derivatives of <u, J d> through g are one more pass over the small g.
 
 Settled: weight decay in the inner step, no clipping there, phi with momentum 0.9 that restarts every round (authors'
-code); the norm is sqrt(sum s^2 + 1e-12), whose second derivative exists at zero; KL is the mean over samples, and
-its order the authors' code's; the paper's text has `kl = "own-first"` (`training/sgd.py`: one rule for all methods).
-`second_order = false` drops the Hessian term from psi's gradient; phi's stays exact. Of a model with BatchNorm, both passes take the batch's statistics, the pass at psi moves
-the running ones, and Z. is normalised by the batch, too, so that the term is zero where nothing has moved.
+code); the norm is sqrt(sum s^2 + 1e-12), whose second derivative exists at zero; KL is the mean over samples, in the
+order of the authors' code; the paper's text has `kl = "own-first"` (`training/sgd.py`: one rule for all methods).
+`second_order = false` drops the Hessian term from psi's gradient; phi's stays exact. Of a model with BatchNorm, both
+passes take the batch's statistics, the pass at psi moves the running ones, and Z. is normalised by the batch, too, so
+that the term is zero where nothing has moved.
 """
 
 import torch
