@@ -46,6 +46,7 @@ def _work(path: Path, size: int | None, observer: Observer | None, setup: Setup 
             folder = RunFolder.open(path)
             if folder.finished:
                 return Run(path)
+            folder.require_local()
             setup = setup or assemble(folder.config())
             check_memory(setup.training, int(os.environ.get("LOCAL_WORLD_SIZE", group.size)))
             Engine.local(folder, group, setup).run(observer if group.leads else None)
@@ -53,6 +54,7 @@ def _work(path: Path, size: int | None, observer: Observer | None, setup: Setup 
         folder = RunFolder.open(path)
         if folder.finished:
             return Run(path)
+        folder.require_local()
         setup = setup or assemble(folder.config())
         count = worker_count(setup.config, setup.training, size)
         for note in (setup.training.remark(), one_worker_note(setup.training, size)):

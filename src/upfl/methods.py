@@ -55,6 +55,7 @@ PERSONALIZERS: dict[str, type[Personalizer[Any]]] = {
 }
 
 
+OWN = "One of your own is made known by --plugin MODULE or UPFL_PLUGINS=MODULE"
 CORRECTIONS = 4  # that can stand on each other, as in `tent+label-shift`
 
 
@@ -82,12 +83,12 @@ def resolve(name: str) -> tuple[str, tuple[str, ...]]:
             return method.training, (method.personalizer,)
     if name in TRAININGS:
         return name, tuple(method.personalizer for method in ROWS if method.training == name) or ("none",)
-    raise unknown("method", name, dict.fromkeys([*(method.row for method in ROWS), *TRAININGS]))
+    raise unknown("method", name, dict.fromkeys([*(method.row for method in ROWS), *TRAININGS]), OWN)
 
 
 def training_class(name: str) -> type[Training[Any]]:
     if name not in TRAININGS:
-        raise unknown("training", name, TRAININGS)
+        raise unknown("training", name, TRAININGS, OWN)
     return TRAININGS[name]
 
 
@@ -123,7 +124,7 @@ def personalizer_class(name: str) -> type[Personalizer[Any]]:
     if plus and not (base and last):
         raise ConfigError(f"'{name}': write a personalizer's name, or BASE+CORRECTION such as tent+label-shift")
     if last not in PERSONALIZERS:
-        raise unknown("personalizer", last, PERSONALIZERS)
+        raise unknown("personalizer", last, PERSONALIZERS, OWN)
     found = PERSONALIZERS[last]
     if not plus or base == "none":
         return found
@@ -154,5 +155,5 @@ def row_title(row: str) -> str:
             return method.title
     training, _, personalizer = row.partition("+")
     if training in TRAININGS and all(part in PERSONALIZERS for part in personalizer.split("+")):
-        return f"{TRAININGS[training].title} + {personalizer_class(personalizer).title}"
+        return f"{TRAININGS[training].title} + {personalizer}"
     return row

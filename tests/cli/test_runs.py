@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -144,7 +145,7 @@ def test_any_folder_name_is_shown_as_it_is(tmp_path: Path, name: str) -> None:
     assert said.code == 0
     assert f"run folder: {tmp_path / name}" in said.out
     shown = upfl("show", tmp_path / name, tmp_path / "not there[/x]")
-    assert re.search(rf"^{re.escape(Path(name).name)} +\d+ rounds", shown.out, re.MULTILINE), shown.out
+    assert re.search(rf"^{re.escape(Path(name).name)}, \d+ rounds", shown.out, re.MULTILINE), shown.out
     assert "not there[/x]" in shown.err
     assert f"upfl resume {tmp_path / name}" in train(tmp_path / name).err
 
@@ -179,6 +180,54 @@ def test_a_round_without_any_good_client_ends_with_exit_code_4(
     assert_same(path, tmp_path / "well")
 
 
+def test_more_clients_in_a_round_than_there_are_is_said(tmp_path: Path) -> None:
+    said = train(tmp_path / "run", "--clients-per-round", "1000", "--rounds", "1")
+    assert said.code == 0
+    assert "clients_per_round = 1000: there are 8" in said.err
+    assert any("there are 8" in note for note in result(tmp_path / "run")["notes"])
+    assert result(tmp_path / "run")["rounds"] == 1
+    assert "run, 1 round" in said.out
+    assert "1 rounds" not in said.out
+
+
+def test_progress_shows_the_methods_own_row_and_names_it(tmp_path: Path) -> None:
+    said = train(tmp_path / "run", "--score", "tent", "--evaluate-every", "1")
+    told = re.findall(r"^round (\d+): .*? (\S+): validation (\S+) test (\S+)$", said.err, re.MULTILINE)
+    rows = [line["rows"]["fedavg"] for line in lines(tmp_path / "run")]
+    assert len(rows) > 1
+    assert told == [
+        (str(number), "fedavg", f"{row['validation']:.1f}", f"{row['test']:.1f}") for number, row in enumerate(rows, 1)
+    ]
+
+
+def test_equal_runs_have_equal_best_states_to_the_byte(good: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "--score", "tent").code == 0
+    names = sorted(file.relative_to(good) for file in good.glob("best/*.safetensors"))
+    assert names
+    for name in names:
+        assert (tmp_path / "run" / name).read_bytes() == (good / name).read_bytes(), name
+
+
+def test_a_run_of_a_plugin_names_the_variable_that_makes_it_known(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(re.sub(r'^(method|name) = "fedavg"', r'\1 = "of-my-own"', config.read_text(), flags=re.MULTILINE))
+    said = upfl("resume", tmp_path / "run")
+    assert said.code == 2
+    assert "UPFL_PLUGINS" in said.err
+
+
+def test_an_unfinished_run_of_a_flower_federation_is_not_sent_to_resume(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "terms.json").write_text("{}")
+    for command in ("resume", "show"):
+        said = upfl(command, tmp_path / "run")
+        assert said.code == 4
+        assert "upfl resume" not in said.err
+        assert "flwr run" in said.err
+
+
 # Damaged run folders
 
 
@@ -187,7 +236,7 @@ def test_show_has_a_line_for_every_row_of_every_run(good: Path, tmp_path: Path) 
     said = upfl("show", good, tmp_path / "other")
     for row in (*result(good)["rows"], *result(tmp_path / "other")["rows"]):
         assert f"{row['test']:.2f}" in said.out
-    heads = re.findall(r"^(\S+) +\d+ rounds", said.out, re.MULTILINE)
+    heads = re.findall(r"^(\S+), \d+ rounds", said.out, re.MULTILINE)
     assert heads == ["good-run", "other"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,8 @@ def test_the_best_hyper_parameters_can_be_trained_with(honest: tuple[Search, lis
     assert tried[0].values != tried[1].values
     best = max(trial.validation or 0 for trial in tried)
     config = configure("fedprox", "digits", file=search.folder / "best.toml")
+    first = (search.folder / "best.toml").read_text().splitlines()[0]
+    assert re.fullmatch(r"# Validation accuracy \d+\.\d\d, the best of \d+ trials?: [\w ,.]+\.", first), first
     found = [trial.values for trial in tried if trial.validation == best]
     assert {f"training.{key}": config.training[key] for key in ("lr", "mu")} in found
     assert config.rounds == 60, "the scale of the search is not part of what was found"

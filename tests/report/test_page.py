@@ -123,3 +123,23 @@ def test_a_click_on_a_title_sorts_the_table(page: Path, tmp_path: Path) -> None:
     order = re.findall(r'<tr><td class="" data-value="([^"]+)"', table)
     tests: dict[str, Any] = {line["Method"]: float(line["Test"]) for line in read(page / "tables" / "digits.csv")}
     assert order == sorted(tests, key=lambda name: -tests[name])
+
+
+def test_the_headline_goes_by_validation_and_no_interval_over_few_clients(
+    runs: Path, page: Path, tmp_path: Path
+) -> None:
+    """Whoever wins on new clients' labels is not the one that a federation could have known to choose."""
+    shutil.copytree(runs / "fedavg-0", tmp_path / "run")
+    value = result(tmp_path / "run")
+    for row, validation, test in zip(value["rows"], (99.0, 10.0), (20.0, 95.0), strict=True):
+        row |= {"validation": validation, "test": test}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(value))
+    write_report([tmp_path / "run"], tmp_path / "out")
+    card = re.findall(r'<a class="card".*?</a>', (tmp_path / "out" / "index.html").read_text())
+    assert len(card) == 1
+    assert "20.0%" in card[0]
+    assert "FedAvg" in card[0]
+    assert "TENT" not in card[0]
+    text = (page / "index.html").read_text()
+    assert re.search(r"\b[1-9] new clients are too few for an interval", text)
+    assert "Against FedAvg [95%] low" not in (page / "tables" / "digits.csv").read_text()

@@ -4,7 +4,7 @@
     mine.predict(x), mine.predict_proba(x)          its own model, on these images or on later ones
     mine.save("me"); PersonalModel.load("me")
 
-A bundle is a folder. Nothing in it is code, and nothing says on which machine it was made:
+A bundle is a folder, or a .zip of one. Nothing in it is code, and nothing says on which machine it was made:
 
     manifest.json           what it is: task, input, model, training, personalizers; for a person and for `load`
     weights.safetensors     the published state (`state.`), what was fitted after training (`fitted.`); in a newcomer's
@@ -19,8 +19,8 @@ damage, they do not tell who made a bundle: take bundles from those you trust.
 
     manifest    the schema of `manifest.json`
     card        the model card, README.md
-    read        from a folder, with nothing taken on trust
-    write       to a folder, in one step
+    read        from a folder or a .zip, with nothing taken on trust
+    write       to a folder or a .zip, in one step
     model       `Bundle` and `PersonalModel`: what a newcomer works with
     publish     from a run, or from a training's state, to a bundle
 """

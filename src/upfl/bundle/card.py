@@ -4,7 +4,7 @@ from typing import Any
 
 from upfl.bundle.manifest import FederationManifest, PersonalManifest, TaskSection
 from upfl.methods import personalizer_class, training_class
-from upfl.safe.text import markdown
+from upfl.safe.text import counted, markdown
 
 
 def federation_card(manifest: FederationManifest) -> str:
@@ -13,8 +13,8 @@ def federation_card(manifest: FederationManifest) -> str:
     lines = [
         f"# {kind.title} on {markdown(task.name)}: a bundle for newcomers",
         "",
-        f"A model that a federation of {training.clients} clients trained in {training.round} rounds, for newcomers",
-        "who have images but no labels: each makes a model of its own of it, on its own machine.",
+        f"A model that a federation of {training.clients} clients trained in {counted(training.round, 'round')}, for",
+        "newcomers who have images but no labels: each makes a model of its own of it, on its own machine.",
         "",
         "```",
         "upfl personalize BUNDLE DATA -o ME     # DATA: a folder of images, .npy, .npz or idx; no labels",

@@ -47,6 +47,7 @@ from upfl.methods import make_personalizer, make_training, personalizer_class, t
 from upfl.models.patches import Patches
 from upfl.randomness import generator
 from upfl.safe import tensors as stored
+from upfl.safe.archive import Unpacked
 from upfl.safe.folder import Folder, expanded
 from upfl.safe.limits import exceeded, limit, variable
 from upfl.safe.parse import read_json
@@ -70,13 +71,23 @@ class PersonalParts(NamedTuple):
 
 
 def read(path: str | Path) -> FederationParts | PersonalParts:
-    """What either kind of bundle is made of."""
-    folder = Folder(expanded(path), BundleError, BundleError)
+    """What either kind of bundle, a folder or a .zip of one, is made of."""
+    where = expanded(path)
+    if not where.is_file():
+        return _read(Folder(where, BundleError, BundleError))
+    folder = Unpacked(where, BundleError)
+    try:
+        return _read(folder)
+    except BundleError as error:
+        raise BundleError(str(error).replace(str(folder.path), str(where))) from error
+
+
+def _read(folder: Folder) -> FederationParts | PersonalParts:
     if not folder.path.is_dir():
         raise BundleError(f"{folder.path}: is not a bundle's folder")
     if not any(folder.exists(name) for name in (MANIFEST, SUMS)):
         run = folder.exists("config.toml")
-        instead = f"a run's folder: `upfl export {path} -o BUNDLE` makes a bundle of it" if run else "no bundle"
+        instead = f"a run's folder: `upfl export {folder.path} -o BUNDLE` makes a bundle of it" if run else "no bundle"
         raise BundleError(f"{folder.path}: is {instead} (there is no {MANIFEST})")
     sums = _read_sums(folder)
     manifest = _read_manifest(folder, sums)
@@ -180,7 +191,7 @@ def _make_training(folder: Folder, manifest: Manifest) -> Training[Any]:
     except (UpflError, ValidationError, AssertionError, RuntimeError, OverflowError) as error:
         hint = (
             "; a method or a model of your own is made known by --plugin or UPFL_PLUGINS"
-            if isinstance(error, ConfigError)
+            if isinstance(error, ConfigError) and "UPFL_PLUGINS" not in str(error)
             else ""
         )
         raise BundleError(f"{path}: training: {_explained(error)}{hint}") from error

@@ -1,4 +1,4 @@
-"""A bundle's folder, put in its place in one step."""
+"""A bundle's folder, or a .zip of it, put in its place in one step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS, Manifest, member
 from upfl.bundle.read import check_finite, digest
 from upfl.errors import BundleError
 from upfl.safe import tensors as stored
+from upfl.safe.archive import pack
 from upfl.safe.folder import Folder, expanded
 from upfl.state import State
 
@@ -41,6 +42,10 @@ def write_folder(out: str | Path, manifest: Manifest, state: State, members: Seq
                 stored.save(folder, member_file(i), members[i], {}, sealed=False)
             sums = [f"{digest(folder, name)}  {name}\n" for name in manifest.files()]
             folder.write(SUMS, "".join(sums).encode())
-            folder.path.rename(target)
+            if target.suffix == ".zip":
+                pack(folder.path, Path(temporary) / target.name)
+                (Path(temporary) / target.name).rename(target)
+            else:
+                folder.path.rename(target)
     except OSError as error:
         raise BundleError(f"{target}: cannot be written: {error.strerror or error}") from error

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from upfl.cli.console import Console, echo
 from upfl.cli.options import AsJson
+from upfl.errors import ConfigError
 
 Data = Annotated[
     Path, typer.Argument(help="A folder of images, an image, .npy, .npz or idx; no labels.", metavar="DATA")
@@ -19,7 +20,7 @@ Data = Annotated[
 
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", metavar="RUN")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle's folder, a new one.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle: a new folder, or a .zip.")],
     add: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Further personalizers; what they need is fitted now."),
@@ -43,7 +44,7 @@ def export(
     with console.status("fitting what personalizers need" if names else "writing"):
         written = bundle.export(api.Run(run), out, names)
     manifest = written.manifest
-    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    size = sum(file.stat().st_size for file in (out, *out.rglob("*")) if file.is_file())
     console.print(
         f"[bold]{escape(str(out))}[/bold]: {escape(written.training.title)} on {escape(manifest.task.name)}, "
         f"round {manifest.training.round}, {size / 1e6:.1f} MB"
@@ -55,7 +56,7 @@ def export(
 
 
 def personalize(
-    path: Annotated[Path, typer.Argument(help="A bundle.", metavar="BUNDLE")],
+    path: Annotated[Path, typer.Argument(help="A bundle: a folder or a .zip.", metavar="BUNDLE")],
     data: Data,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for your own model, a new one.")],
     personalizer: Annotated[str | None, typer.Option(help="One of the bundle's.", show_default="its own")] = None,
@@ -76,7 +77,8 @@ def personalize(
     from upfl.cli import newcomer
     from upfl.report.personal import page
 
-    bundle.require_new(out)
+    if bundle.require_new(out).suffix == ".zip":
+        raise ConfigError(f"--out {out}: your own model goes to a folder, with pages and tables beside it")
     federation = bundle.Bundle.load(path)
     samples = newcomer.read(data, federation.manifest.task)
     mine = federation.personalize(samples, personalizer, architecture=architecture)

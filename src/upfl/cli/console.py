@@ -29,8 +29,3 @@ def echo(text: object, err: bool = False, nl: bool = True) -> None:
 def lean_table(title: str) -> Table:
     """A table without borders, so that rows of figures fit a terminal of 80 columns."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-
-
-def counted(number: int, what: str) -> str:
-    """`1 round`, `2 rounds`."""
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from upfl import bundle
 from upfl.bundle.manifest import TaskSection
-from upfl.cli.console import Console, counted
+from upfl.cli.console import Console
 from upfl.contract import Estimate
 from upfl.data.files import Samples, load_unlabelled
 from upfl.errors import DataError
-from upfl.safe.text import csv_cell
+from upfl.safe.text import counted, csv_cell
 
 FEW = 20  # samples below which a warning is in place
 SHOWN = 12  # classes in a table

@@ -17,6 +17,7 @@ from upfl.cli.console import Console, echo
 from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Engine, Observer
 from upfl.errors import StoppedError
+from upfl.methods import resolve, row_name
 from upfl.track import Several, tracker
 
 
@@ -55,7 +56,7 @@ class ProgressBar:
             console=self.console,
         )
         self._task = self._bar.add_task(title, total=None, facts="", stage="loading", start=True)
-        self._loss, self._scores = "", ""
+        self._wide, self._loss, self._scores, self._row = wide, "", "", ""
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -69,7 +70,11 @@ class ProgressBar:
 
     def begin(self, run: Engine[Any]) -> None:
         self._bar.update(self._task, total=run.config.rounds, completed=run.progress.round)
-        for note in run.federation.notes if run.progress.round == 0 else ():
+        own = resolve(run.config.method)[1][0]
+        self._row = row_name(
+            run.training.name, own if own in run.setup.personalizers else next(iter(run.setup.personalizers))
+        )
+        for note in run.setup.notes if run.progress.round == 0 else ():
             self.note(note)
 
     def note(self, text: str) -> None:
@@ -80,13 +85,17 @@ class ProgressBar:
 
     def round(self, metrics: dict[str, Any]) -> None:
         self._loss = f"loss {metrics['loss']:.3f}"
-        if rows := metrics.get("rows"):
-            best = max(rows.values(), key=lambda row: row["validation"])
-            self._scores = f"validation {best['validation']:.1f} test {best['test']:.1f}"
+        if (rows := metrics.get("rows")) and self._row in rows:
+            own = rows[self._row]
+            self._scores = f"{self._row}: validation {own['validation']:.1f} test {own['test']:.1f}"
             if not self.console.is_terminal:  # a log: one line for each evaluation
                 self.console.print(f"round {metrics['round']}: {self._loss} {self._scores}")
         for client in metrics["left_out"]:
             self.console.print(
                 f"[yellow]round {metrics['round']}: client {client['client']} left out: {client['reason']}[/yellow]"
             )
-        self._bar.update(self._task, completed=metrics["round"], facts=f"{self._loss} {self._scores}")
+        self._bar.update(
+            self._task,
+            completed=metrics["round"],
+            facts=f"{self._loss} {self._scores}" if self._wide else self._scores or self._loss,
+        )

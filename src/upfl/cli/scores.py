@@ -130,9 +130,9 @@ def _show(found: dict[str, Any]) -> None:
     console = Console()
     table = lean_table(f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent")
     later = any("inductive" in row for row in found["rows"])
-    table.add_column("personalizer", no_wrap=True)
-    for name in ("validation", "new clients", *(["inductive"] if later else []), "against none", "harmed"):
-        table.add_column(name, justify="right", no_wrap=name not in ("new clients", "against none"))
+    table.add_column("personalizer", overflow="fold")
+    for name in ("validation", "new", *(["later"] if later else []), "against none", "harmed"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("estimate off by", justify="right")
     last: dict[str, Any] = {"bound": False}
     for row in found["rows"]:
@@ -145,7 +145,7 @@ def _show(found: dict[str, Any]) -> None:
             _figure(row.get("validation")),
             f"[bold]{row['test']:.2f}[/bold]",
             *([_figure(row.get("inductive"))] if later else []),
-            f"{against['difference']:+.2f} [{against['low']:+.2f}, {against['high']:+.2f}]".replace("[", "\\[")
+            f"{against['difference']:+.1f} [{against['low']:+.1f}, {against['high']:+.1f}]".replace("[", "\\[")
             if against
             else "",
             f"{against['harmed_large_clients']} of {against['large_clients']}" if against else "",
@@ -153,9 +153,10 @@ def _show(found: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "[dim]against none: with its 95% interval over clients; harmed: those of the clients with at least "
-        f"{LARGE} samples that lost more than {HARM:g} points, p < 0.05; estimate: the newcomers' own, label-free, "
-        f"mean error in points{'; oracle: bounds that know the labels' if last['bound'] else ''}.[/dim]"
+        f"[dim]new: new clients{'; later: the half that they did not personalize on' if later else ''}; against none: "
+        f"with its 95% interval over clients; harmed: those of the clients with at least {LARGE} samples that lost "
+        f"more than {HARM:g} points, p < 0.05; estimate: the newcomers' own, label-free, mean error in points"
+        f"{'; oracle: bounds that know the labels' if last['bound'] else ''}.[/dim]"
     )
     for curve in found["newcomers"]:
         figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])

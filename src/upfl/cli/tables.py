@@ -12,7 +12,7 @@ from rich.markup import escape
 from upfl import api
 from upfl.cli.console import Console, echo, lean_table
 from upfl.methods import ROWS, row_title
-from upfl.safe.text import markdown
+from upfl.safe.text import counted, markdown
 
 SPREAD = "10% - median - 90%"
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
@@ -29,7 +29,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         result = run.result
-        table.add_row(f"[bold]{escape(run.path.name)}[/bold]", f"{result['rounds']} rounds")
+        table.add_row(f"[bold]{escape(run.path.name)}[/bold], {counted(result['rounds'], 'round')}")
         for row in result["rows"]:
             table.add_row(
                 f"  {escape(row_title(row['row']))}",

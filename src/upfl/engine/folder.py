@@ -63,7 +63,8 @@ CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensor
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = Folder(path, advice=f"Resume after that is mended: `upfl resume {path}`")
+        self.files = Folder(path)
+        self.files.advice = f"Resume after that is mended: {self.go_on}"
         self._metrics = Metrics(self.files)
         self._states: dict[str, str] = {}  # digests of best states
         self._kept: set[str] = set()  # best states that the last checkpoint names
@@ -78,7 +79,7 @@ class RunFolder:
             if path.exists() and any(entry.name != CONFIG + PART for entry in path.iterdir()):
                 if (path / CONFIG).exists():
                     raise RunError(
-                        f"{path}: there is a run already; `upfl resume {path}` goes on, --out takes another folder"
+                        f"{path}: there is a run already; {cls(path).go_on} goes on, --out takes another folder"
                     )
                 raise RunError(f"{path}: the folder is not empty; choose another --out")
             path.mkdir(parents=True, exist_ok=True)
@@ -112,6 +113,17 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    @property
+    def go_on(self) -> str:
+        """The command that goes on with this run, for messages."""
+        nodes = self.files.is_file(TERMS)
+        return f"the `flwr run` that began it, with out={self.path}," if nodes else f"`upfl resume {self.path}`"
+
+    def require_local(self) -> None:
+        """Refuse a run whose clients are on Flower's nodes."""
+        if self.files.is_file(TERMS):
+            raise RunError(f"{self.path}: its clients are nodes of a Flower federation; {self.go_on} goes on")
+
     def config(self) -> Config:
         return Config.parsed(self.files.read(CONFIG), str(self.path / CONFIG))
 
@@ -119,6 +131,7 @@ class RunFolder:
 
     def save_terms(self, terms: str) -> None:
         self.files.write(TERMS, terms.encode())
+        self.files.advice = f"Resume after that is mended: {self.go_on}"
 
     def terms(self) -> str:
         if not self.files.exists(TERMS):
@@ -338,12 +351,12 @@ class RunFolder:
 
     def result(self) -> dict[str, Any]:
         if not self.files.exists(RESULT):
-            raise RunError(f"{self.path}: the run is not finished; go on with `upfl resume {self.path}`")
+            raise RunError(f"{self.path}: the run is not finished; {self.go_on} goes on")
         try:
             return checked_result(self.files.json(RESULT))
         except (RunError, ValueError) as error:
             found = str(error) if isinstance(error, RunError) else f"{self.path / RESULT}: damaged ({error})"
-            raise RunError(f"{found}; `upfl resume {self.path}` writes it anew") from error
+            raise RunError(f"{found}; {self.go_on} writes it anew") from error
 
 
 class _StoredStates(Sequence[State]):

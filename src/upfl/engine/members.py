@@ -64,7 +64,7 @@ def _ended(folder: RunFolder, config: Config) -> tuple[Progress, Setup]:
     setup = assemble(config)
     progress = folder.load(setup.device, setup.training)
     if progress is None or progress.round <= _training(setup).last_round:
-        raise RunError(f"{folder.path}: has not come to its last pass yet; `upfl resume {folder.path}` goes on")
+        raise RunError(f"{folder.path}: has not come to its last pass yet; {folder.go_on} goes on")
     return progress, setup
 
 

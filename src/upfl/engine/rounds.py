@@ -78,7 +78,7 @@ class Engine(Generic[C]):
         engine = cls.local(folder)
         found = folder.load(engine.setup.device, engine.setup.training)
         if found is None:
-            raise RunError(f"{folder.path}: there is no checkpoint yet; `upfl resume {folder.path}` goes on")
+            raise RunError(f"{folder.path}: there is no checkpoint yet; {folder.go_on} goes on")
         engine._go_on_from(found)
         return engine
 
@@ -273,7 +273,7 @@ class Engine(Generic[C]):
             "rounds": self.progress.round,
             "left_out": self.progress.left_out,
             **{sent: sum(line.get(sent, 0) for line in metrics) for sent in ("bytes_up", "bytes_down")},
-            "notes": list(self.federation.notes),
+            "notes": list(self.setup.notes),
             "rows": rows,
             **self.cohort.summary(),
         }

@@ -35,6 +35,14 @@ class Setup:
         """How many training clients there are."""
         return len(self.federation.training)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever reads the result should know."""
+        asked = self.config.clients_per_round
+        if isinstance(asked, int) and asked > self.clients:
+            return (f"clients_per_round = {asked}: there are {self.clients}, and all take part", *self.federation.notes)
+        return self.federation.notes
+
     def client(self, id: int, round: int) -> LocalClient:
         return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
 

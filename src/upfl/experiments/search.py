@@ -34,6 +34,7 @@ from upfl.errors import ConfigError, RunError, UpflError
 from upfl.methods import personalizer_class, resolve, row_name, training_class
 from upfl.randomness import generator, seed_of
 from upfl.safe.folder import write_file
+from upfl.safe.text import counted
 from upfl.suggest import unknown
 
 if TYPE_CHECKING:
@@ -263,7 +264,8 @@ def write_best(search: Search, study: optuna.Study) -> None:
             "personalize": {search.personalizer: config.personalize[search.personalizer]},
         }
     )
-    head = f"# validation accuracy {study.best_value:.2f}, best of {done} trials ({search.describe()['options']})\n"
+    options = ", ".join(f"{key} {value}" for key, value in search.options.items() if value is not None)
+    head = f"# Validation accuracy {study.best_value:.2f}, the best of {counted(done, 'trial')}: {options}.\n"
     write_file(search.folder / "best.toml", (head + content).encode())
 
 

@@ -15,8 +15,10 @@ from upfl.data.partition import Partition
 from upfl.methods import ROWS, row_name, row_title
 from upfl.report.collect import Collected, NewRow, Row, RunData
 from upfl.report.paper import Figure, paper_figure
+from upfl.safe.text import counted
 from upfl.statistics import Interval, Scores, bootstrap, mean_over_seeds, paired, spread
 
+FEW = 10  # new clients below which there is no interval over them
 Seeds = tuple[int, int]  # partition seed, training seed
 
 
@@ -97,6 +99,16 @@ class Setting:
         return list({run.path: run for line in self.lines for run, _ in line.runs.values()}.values())
 
     @property
+    def new_clients(self) -> int:
+        """How many new clients every line was scored on, over all partitions."""
+        return min(len(line.clients()[0]) for line in self.lines)
+
+    @property
+    def few(self) -> bool:
+        """Whether a bootstrap over so few clients would say more than they know."""
+        return self.new_clients < FEW
+
+    @property
     def title(self) -> str:
         return DATASETS.get(self.dataset, self.dataset)
 
@@ -105,7 +117,7 @@ class Setting:
         """The setting in words."""
         config = self.config
         part = "all clients" if config.clients_per_round is None else f"{config.clients_per_round} clients"
-        words = [describe(self.partition), describe_model(config.model), f"{config.rounds} rounds of {part}"]
+        words = [describe(self.partition), describe_model(config.model), f"{counted(config.rounds, 'round')} of {part}"]
         if config.evaluate_clients:
             words.append(f"only the first {config.evaluate_clients} clients of each kind are scored")
         return "; ".join(words)

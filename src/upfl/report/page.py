@@ -109,15 +109,19 @@ def _stems(settings: Sequence[Setting]) -> list[str]:
 
 
 def _card(setting: Setting, title: str, stem: str, reference: str | None) -> str:
-    """The best row of a setting, at a glance."""
-    best = max(setting.lines, key=lambda line: line.mean(lambda row: row.test))
+    """The row of a setting that validation chooses, at a glance: who picks by test accuracy picks luck, too."""
+    best = max(setting.lines, key=lambda line: line.mean(lambda row: row.validation))
     base = setting.reference(reference)
     against = best.against(base) if base and best is not base else None
     words = f"{title}: {best.label}"
     if against and base:
-        words += f", {against.value:+.1f} [{against.low:+.1f}, {against.high:+.1f}] against {base.label}"
+        interval = "" if setting.few else f" [{against.low:+.1f}, {against.high:+.1f}]"
+        words += f", {against.value:+.1f}{interval} against {base.label}"
+    if setting.few:
+        words += f"; {setting.new_clients} new clients are too few for an interval"
     return (
-        f'<a class="card" href="#{escape(stem)}-section"><div class="what">best on new clients</div>'
+        f'<a class="card" href="#{escape(stem)}-section">'
+        '<div class="what">new clients, under the row of best validation</div>'
         f'<div class="big">{best.mean(lambda row: row.test):.1f}%</div><div>{escape(words)}</div></a>'
     )
 

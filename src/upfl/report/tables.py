@@ -84,7 +84,11 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
         if base:
             difference = line.against(base) if line is not base else None
             row.append(
-                Cell(difference.value, interval=(difference.low, difference.high), signed=True)
+                Cell(
+                    difference.value,
+                    interval=None if setting.few else (difference.low, difference.high),
+                    signed=True,
+                )
                 if difference
                 else Cell("reference" if line is base else None)
             )
@@ -94,6 +98,8 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
         rows.append(row)
     _mark(rows, [1, 3])
     notes = [f"{setting.title}: {setting.description}. Percent; test is the accuracy on new clients."]
+    if setting.few:
+        notes.append(f"{setting.new_clients} new clients are too few for an interval over clients.")
     if compare and not setting.is_the_papers:
         notes.append("The scale is not the paper's, so its figures are for orientation only.")
     elif compare:

@@ -37,3 +37,8 @@ def markdown(text: str) -> str:
     """Text within a line of Markdown: no HTML, no link, no table cell of its own."""
     text = re.sub(r"([\\`*_|<>&])", r"\\\1", plain(text.replace("\n", " ")))
     return re.sub(r"\](?=[(\[:])", r"\]", text)
+
+
+def counted(number: int, what: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {what}{'s' * (number != 1)}"
