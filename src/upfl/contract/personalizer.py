@@ -145,6 +145,10 @@ class Fit(Stage[Hyper]):
         """Whether no further round is needed."""
         return False
 
+    def over_others(self, server: State) -> State:
+        """The state before a round over other clients than the rounds before."""
+        return server
+
     def facts(self, server: State) -> dict[str, float]:
         """Numbers about what was fitted on all clients that belong into the metrics."""
         return {}

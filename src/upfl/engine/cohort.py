@@ -33,6 +33,7 @@ class Cohort(ABC):
     """Who takes part in a round, how clients train, how something is fitted on them, how they are scored."""
 
     withheld: frozenset[str] = frozenset()  # figures that these clients do not tell, by their names in the metrics
+    summed = False  # whether training clients' scores are known as sums only, each in the place of one client
 
     def __init__(self, setup: Setup, group: Group) -> None:
         self.setup, self.group = setup, group

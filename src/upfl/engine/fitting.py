@@ -113,18 +113,20 @@ def fit_rounds(
     memory: State,
     clients: int,
     seed: int,
-    collect: Callable[[State, int, FixedPointSum], None],
+    collect: Callable[[State, int, FixedPointSum], bool | None],
 ) -> State:
     """The rounds of a fit, until it is done: `collect` adds to the sum what at most `clients` clients send in a round.
 
-    What they send has the form of what the example, with its memory, would send.
+    It says whether these are others than in the round before. What they send has the form of what the example, with
+    its memory, would send.
     """
     server = fit.init(generator(seed, "fit", fit.key))
     like, _ = fit.finish(server, fit.begin(server, memory, example), example)
     total = FixedPointSum(like, clients, fit.scales)
     for round in range(fit.rounds):
         total.reset(clients)
-        collect(server, round, total)
+        if collect(server, round, total):
+            server = fit.over_others(server)
         server = fit.aggregate(server, total, round)
         if fit.done(server):
             break

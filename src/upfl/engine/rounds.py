@@ -249,6 +249,7 @@ class Engine(Generic[C]):
                 | ({"architecture": self.federation.architecture(kind, i)} if self.federation.architectures else {})
                 | ({"held_out": True} if kind == "training" and held_out[i] else {})
                 for kind in ROLES
+                if kind == "new" or not self.cohort.summed
                 for i, (before, after, size) in enumerate(correct[kind].tolist())
                 if size
             ]

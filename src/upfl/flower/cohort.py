@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import WARNING
 from typing import Any
 
@@ -22,6 +23,7 @@ from upfl.engine.folder import Progress
 from upfl.engine.group import Group
 from upfl.engine.setup import Setup
 from upfl.errors import BadClientError, StoppedError
+from upfl.flower.masked import kind_of
 from upfl.flower.messages import (
     ARRAYS,
     FACTS,
@@ -35,6 +37,7 @@ from upfl.flower.messages import (
     to_record,
 )
 from upfl.flower.privacy import CLIP, floating
+from upfl.flower.sums import SecureSums, Work
 from upfl.flower.terms import Settings, Terms
 from upfl.state import State, norm, prefixed
 
@@ -56,6 +59,11 @@ class NodeCohort(Cohort):
         # Privacy allows no word about a node's own figures; the server may know of no new clients.
         private = {"loss", "validation"} if self.privacy else set()
         self.withheld = frozenset(private) | (NEW_CLIENTS if not len(setup.federation.new) else frozenset())
+        self.sums: SecureSums | None = None
+        if terms.secure:
+            about = terms.run, settings.threshold, settings.timeout
+            self.sums = SecureSums(*about, self._exchange, lambda: self.nodes)
+            self.summed = True
 
     def begin(self, progress: Progress) -> None:
         super().begin(progress)
@@ -115,13 +123,18 @@ class NodeCohort(Cohort):
             content[ARRAYS] = arrays
         return Message(content, node, kind, ttl=self.settings.timeout)
 
-    def _exchange(self, messages: list[Message], what: str) -> Iterator[tuple[int, Message]]:
+    def _exchange(self, messages: Sequence[Message], what: str) -> Iterator[tuple[int, Message]]:
         return exchange(self.grid, messages, self.settings.timeout, what)
 
     # Rounds
 
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         needed = min(self.settings.min_nodes, self.setup.config.participants(self.setup.clients))
+        if self.sums:
+            left_out = self.sums.add(self._work("train", round, {}, self._server(round)), participants, total, needed)
+            if not self.privacy and (rms := _mean_square(total)) > self.settings.largest_rms:
+                raise StoppedError(f"round {round + 1}: the sum's root mean square is {rms:g}: a node sent too much")
+            return left_out
         for attempt in range(1, ATTEMPTS + 1):
             total.reset(len(participants))
             left_out = self._ask(participants, round, total)
@@ -139,7 +152,7 @@ class NodeCohort(Cohort):
     def _ask(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         node_of = {client: node for node, client in self.nodes.items()}
         facts = {"round": round} | ({CLIP: self.privacy.clip} if self.privacy else {})
-        arrays = to_record(self.setup.training.sent(self.progress.server, round))
+        arrays = self._server(round)
         messages = [
             self._message(node_of[client], "train", facts | self._memory_facts(client), arrays)
             for client in participants
@@ -153,6 +166,15 @@ class NodeCohort(Cohort):
             except BadClientError as error:
                 left_out[client] = str(error)
         return left_out
+
+    def _server(self, round: int) -> ArrayRecord:
+        return to_record(self.setup.training.sent(self.progress.server, round))
+
+    def _work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord) -> Work:
+        """What nodes compute their parts of a secure sum from."""
+        return Work(
+            {"terms": self.terms.model_dump_json(), "work": work, "round": round, **facts}, arrays, self._memory_facts
+        )
 
     def _add(self, reply: Message, total: FixedPointSum) -> None:
         """Add what a node sent to the sum, or refuse it and change nothing."""
@@ -173,7 +195,8 @@ class NodeCohort(Cohort):
     def facts(self) -> dict[str, Any]:
         spent = {"epsilon": self._epsilon(), "delta": self.privacy.delta} if self.privacy else {}
         absent = sorted(self.seen - set(self.nodes.values()))
-        return spent | ({"absent": absent} if absent else {})
+        costs = self.sums.costs() if self.sums else {}
+        return spent | costs | ({"absent": absent} if absent else {})
 
     def summary(self) -> dict[str, Any]:
         if not self.privacy:
@@ -194,6 +217,8 @@ class NodeCohort(Cohort):
         """
         fitted = clients_of(type(fit), self.setup.federation, self.setup.config.evaluate_clients)
         nodes = {node for node, client in self.nodes.items() if client in fitted}
+        if self.sums:
+            return self._secure_fit(key, fit, {self.nodes[node] for node in nodes})
         missing = 0
         while True:
             try:
@@ -202,6 +227,34 @@ class NodeCohort(Cohort):
                 nodes, missing = nodes - failed.why.keys(), missing + len(failed.why)
                 for node, why in failed.why.items():
                     log(WARNING, "%s is fitted without client %d: %s", key, self.nodes[node], why)
+
+    def _secure_fit(self, key: str, fit: Fit, clients: set[int]) -> tuple[State, int]:
+        """The rounds of a fit as secure sums. Whoever drops out is missing from then on.
+
+        Nothing is done again without it: two sums of the same over different clients would tell their difference.
+        """
+        sums, given, began, versions = self.sums, pack(fit.given), len(clients), dict.fromkeys(clients, -1)
+        assert sums is not None
+
+        def collect(server: State, round: int, total: FixedPointSum) -> bool:
+            facts = {"key": key, "fit_round": round}
+            work = self._work("fit", fit.given.published.round, facts, to_record(given | prefixed("fit", server)))
+            work = replace(work, own=lambda client: {"memory": versions[client]})
+            left_out = sums.add(work, versions, total)
+            for client, why in left_out.items():
+                log(WARNING, "%s is fitted without client %d from step %d on: %s", key, client, round + 1, why)
+                del versions[client]
+            versions.update(dict.fromkeys(versions, round))
+            if not total.count:
+                raise StoppedError(f"{key} cannot be fitted: no node that is left has {fit.split} data")
+            return bool(left_out)
+
+        return self._fit_rounds(fit, collect), began - len(versions)
+
+    def _fit_rounds(self, fit: Fit, collect: Callable[[State, int, FixedPointSum], bool | None]) -> State:
+        counts = self.setup.federation.training.counts(fit.split)
+        example = self.setup.client(int(counts.nonzero()[0][0]), 0)
+        return fit_rounds(fit, example, fit.memory(example), self.setup.clients, self.setup.config.seed, collect)
 
     def _try_fit(self, key: str, fit: Fit, nodes: set[int]) -> State:
         given, versions = pack(fit.given), dict.fromkeys(sorted(nodes), -1)
@@ -229,9 +282,7 @@ class NodeCohort(Cohort):
             if not total.count:
                 raise StoppedError(f"{key} cannot be fitted: no node that is left has {fit.split} data")
 
-        counts = self.setup.federation.training.counts(fit.split)
-        example = self.setup.client(int(counts.nonzero()[0][0]), 0)
-        return fit_rounds(fit, example, fit.memory(example), self.setup.clients, self.setup.config.seed, collect)
+        return self._fit_rounds(fit, collect)
 
     def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
         """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
@@ -239,7 +290,8 @@ class NodeCohort(Cohort):
         setup = self.setup
         validation = {name: torch.zeros(setup.clients, 3, dtype=torch.int64) for name in setup.personalizers}
         if not self.privacy:
-            for client, counts in self._validate(given):
+            validate = self._secure_validation if self.sums else self._validate
+            for client, counts in validate(given):
                 for name, count in counts.items():
                     validation[name][client] = torch.tensor(count)
         scores, held_out = {}, torch.from_numpy(setup.federation.training.held_out)
@@ -275,6 +327,24 @@ class NodeCohort(Cohort):
                     problem_in(reply) or "no counts",
                 )
 
+    def _secure_validation(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        """The sum over all clients of a kind, under the number of the first of them."""
+        federation, limit = self.setup.federation, self.setup.config.evaluate_clients
+        scored = validating(federation, limit)
+        first = {kind_of(federation, client): client for client in reversed(scored)}
+        like = {name: torch.zeros(len(first), 3, dtype=torch.int64) for name in self.setup.personalizers}
+        total = FixedPointSum(like, self.setup.clients)
+        work = self._work("evaluate", given.published.round, {"kinds": list(first)}, to_record(pack(given)))
+        assert self.sums is not None
+        for client, why in self.sums.add(work, set(scored) & set(self.nodes.values()), total).items():
+            log(WARNING, "client %d has no part in the validation scores: %s", client, why)
+        sums = {name: total[name].tolist() for name in like}
+        for row, client in enumerate(first.values()):
+            counts = {name: rows[row] for name, rows in sums.items()}
+            if not all(map(_are_counts, counts.values())):
+                raise StoppedError("the sum of validation counts cannot be one: a node sent what it must not")
+            yield client, counts
+
 
 class _NodesFailedError(Exception):
     """Nodes that did not give a good reply in a round of a fit."""
@@ -282,6 +352,11 @@ class _NodesFailedError(Exception):
     def __init__(self, why: dict[int, str]) -> None:
         super().__init__()
         self.why = why
+
+
+def _mean_square(total: FixedPointSum) -> float:
+    """The root mean square of the mean of what was sent."""
+    return root_mean_square({name: total[name] / max(total.count, 1) for name in total})
 
 
 def root_mean_square(up: State) -> float:

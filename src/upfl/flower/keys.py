@@ -4,6 +4,7 @@
     superlink.pem, superlink.key    the SuperLink's certificate for its hosts, and its key: its machine alone
     node-I.pub                      registers a node: `flwr supernode register`
     node-I.key                      the node's own secret: its machine alone
+    peers                           all nodes' public keys, node I as client I - 1: for secure sums, on every node
     config.toml                     how `flwr` finds the SuperLink as `upfl`; FLWR_HOME is the folder with it
 
 The authority signs one certificate and is then forgotten: its key is never written. In earnest, take certificates from
@@ -49,11 +50,14 @@ def make_keys(folder: Path, hosts: list[str], nodes: int, address: str, days: in
     server = server.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
     _write(folder / "superlink.pem", server.sign(authority, hashes.SHA384()).public_bytes(PEM))
     _write(folder / "superlink.key", _private(key, serialization.PrivateFormat.PKCS8))
+    peers = []
     for number in range(1, nodes + 1):
         key = ec.generate_private_key(ec.SECP384R1())
         _write(folder / f"node-{number}.key", _private(key, serialization.PrivateFormat.OpenSSH))
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         _write(folder / f"node-{number}.pub", public + b"\n")
+        peers.append(b"%d %s\n" % (number - 1, public))
+    _write(folder / "peers", b"".join(peers))
     connection = {"address": address, "root-certificates": str((folder / "ca.crt").resolve())}
     _write(folder / "config.toml", tomli_w.dumps({"superlink": {"default": "upfl", "upfl": connection}}).encode())
 

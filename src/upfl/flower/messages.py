@@ -23,6 +23,7 @@ from upfl.safe.text import one_line
 from upfl.state import State, aligned, prefixed, select
 
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
+OWN, SECURE = "own", "secure"  # facts for one node alone; a step of a secure sum
 PROBLEM, NO_DATA = "problem", "no_data"  # facts by which a node says why it has nothing to send
 POLL = 0.5  # seconds between looks for replies
 LONGEST = 300  # characters of a reason
@@ -98,15 +99,15 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout: float, what: str)
     """
     if not messages:
         return
-    started = time.monotonic()
+    started, replies = time.monotonic(), 0
     ids = grid.push_messages(messages)
     waiting = {id: message.metadata.dst_node_id for id, message in zip(ids, messages, strict=False) if id}
-    end = started + timeout
+    end = time.monotonic() + timeout
     while waiting and time.monotonic() < end:
         for reply in grid.pull_messages(set(waiting)):
             if (node := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
+                replies += 1
                 yield node, reply
         if waiting:
             time.sleep(POLL)
-    replies, seconds = len(messages) - len(waiting), time.monotonic() - started
-    log(INFO, "%s: %d of %d replies in %.1f s", what, replies, len(messages), seconds)
+    log(INFO, "%s: %d of %d replies in %.1f s", what, replies, len(messages), time.monotonic() - started)

@@ -55,10 +55,12 @@ class Privacy(Hyper):
         if not float(norm(floating(up))) <= self.clip:
             raise BadClientError(f"the norm of its update is above the clipping norm {self.clip:g}")
 
-    def disturb(self, total: FixedPointSum) -> None:
+    def disturb(self, total: FixedPointSum, shares: int = 1) -> None:
+        """Add noise; or a share of it, where so many members of a secure sum add one each."""
+        scale = self.noise * self.clip / math.sqrt(shares)
         for name in total:
             if name not in APART:
-                total.disturb(name, secret_normal(total[name].numel()) * (self.noise * self.clip))
+                total.disturb(name, secret_normal(total[name].numel()) * scale)
 
 
 def require_private(like: Mapping[str, Tensor], server: State, training: str) -> None:
@@ -83,10 +85,15 @@ def clipping(message: Message, context: Context, call_next: ClientAppCallable) -
     if limit is None or not reply.has_content() or ARRAYS not in reply.content.array_records:
         return reply
     up = from_record(reply.content.array_records[ARRAYS])
-    scale = min(1.0, float(limit) * BELOW / max(float(norm(floating(up))), 1e-30))  # type: ignore[arg-type]
-    clipped = {name: value if name in APART else (value.double() * scale).to(value) for name, value in up.items()}
-    reply.content[ARRAYS] = to_record(clipped | {LOSS: torch.zeros_like(up[LOSS])})
+    reply.content[ARRAYS] = to_record(clipped(up, float(limit)))  # type: ignore[arg-type]
     return reply
+
+
+def clipped(up: Mapping[str, Tensor], limit: float) -> State:
+    """An update of at most that norm, and no word about the loss."""
+    scale = min(1.0, limit * BELOW / max(float(norm(floating(up))), 1e-30))
+    short = {name: value if name in APART else (value.double() * scale).to(value) for name, value in up.items()}
+    return short | {LOSS: torch.zeros_like(up[LOSS])}
 
 
 def epsilon(noise: float, rounds: int, delta: float) -> float:

@@ -102,12 +102,13 @@ def _folder(settings: Settings, config: Config, task: FederationTask) -> RunFold
     assert path is not None
     if not (path / "config.toml").exists():
         folder = RunFolder.create(path, config)
-        terms = Terms(run=secrets.token_hex(16), config=config, task=task, privacy=private)
+        terms = Terms(run=secrets.token_hex(16), config=config, task=task, privacy=private, secure=settings.secure)
         folder.save_terms(terms.model_dump_json(indent=1))
         return folder
     folder = RunFolder.open(path)
     terms = Terms.model_validate_json(folder.terms())
-    if (terms.config.to_toml(), terms.task, terms.privacy) != (config.to_toml(), task, private):
+    described = (config.to_toml(), task, private, settings.secure)
+    if (terms.config.to_toml(), terms.task, terms.privacy, terms.secure) != described:
         raise ConfigError(f"{path}: holds another run than the one described; choose another out")
     return folder
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,6 +63,8 @@ class Settings(Table):
     clip: float = Field(0, ge=0, description="differential privacy: largest norm of an update; 0 for none")
     noise: float = Field(0, ge=0, description="differential privacy: noise on the sum, in units of clip")
     delta: float = Field(1e-5, gt=0, lt=1)
+    secure: bool = Field(False, description="sums of which the link learns nothing but the sum")
+    threshold: float = Field(2 / 3, gt=0.5, le=1, description="secure: the share of nodes that must stay to the end")
     bundle: Path | None = Field(None, description="personalize: what newcomers receive, on the SuperLink's machine")
 
     @model_validator(mode="after")
@@ -116,6 +121,7 @@ class Terms(BaseModel):
     config: Config
     task: FederationTask
     privacy: Privacy | None = None
+    secure: bool = False
 
     @classmethod
     def received(cls, text: str) -> Terms:
@@ -142,6 +148,26 @@ class Node(Table):
     architecture: str | None = Field(None, description="a newcomer's, where the bundle has models of several sizes")
     share: Literal["counts", "estimates"] = Field("counts", description="what a newcomer sends back")
     device: str = "cpu"
+    secure: bool = Field(False, description="whether it takes part in secure sums, and in nothing else")
+    key: Path | None = Field(None, description="secure: its private key, the one that it is registered with")
+    peers: Path | None = Field(None, description="secure: a file with the registered public keys of all clients")
+    least: int = Field(2, ge=2, description="secure: the fewest nodes whose parts a sum may have")
+
+    @property
+    def keys(self) -> tuple[ec.EllipticCurvePrivateKey, dict[int, ec.EllipticCurvePublicKey]]:
+        """Its own key, and the public keys of all clients by their numbers."""
+        if self.key is None or self.peers is None:
+            raise ConfigError("node-config: secure needs `key`, this node's private key, and `peers`").public()
+        try:
+            own = serialization.load_ssh_private_key(self.key.expanduser().read_bytes(), None)
+            rows = [line.partition(" ") for line in self.peers.expanduser().read_text().splitlines() if line.strip()]
+            peers = {int(client): serialization.load_ssh_public_key(key.encode()) for client, _, key in rows}
+        except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            raise ConfigError(f"node-config: key or peers: {error}") from error
+        curves = {client: key for client, key in peers.items() if isinstance(key, ec.EllipticCurvePublicKey)}
+        if not isinstance(own, ec.EllipticCurvePrivateKey) or len(curves) < len(peers):
+            raise ConfigError("node-config: key and peers must be ECDSA keys, as nodes are registered with")
+        return own, curves
 
 
 def node_federation(terms: Terms, node: Node) -> Federation:

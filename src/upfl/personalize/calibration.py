@@ -129,6 +129,9 @@ class Calibration(Fit):
             ),
         }
 
+    def over_others(self, server: State) -> State:
+        return server | {"loss": torch.full_like(server["loss"], torch.inf)}  # of others, it is not to be compared
+
     def penalty(self) -> float:
         return 1e-3 if self.classes >= MANY_CLASSES else 1e-6
 

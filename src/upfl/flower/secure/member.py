@@ -76,7 +76,10 @@ def _row(value: bytes | tuple[bytes, bytes]) -> tuple[bytes, ...]:
 
 
 class Member:
-    """Client `client`, with its registered key and the registered public keys of all that it may add up with."""
+    """Client `client`, with its registered key and the registered public keys of all that it may add up with.
+
+    `least` is its owner's word: no sum over fewer members.
+    """
 
     def __init__(
         self,
@@ -84,8 +87,10 @@ class Member:
         key: ec.EllipticCurvePrivateKey,
         peers: Mapping[int, ec.EllipticCurvePublicKey],
         state: Mapping[str, Any] | None = None,
+        least: int = 2,
     ) -> None:
-        self.client, self.key, self.peers, self._state = client, key, peers, State.of(state or {})
+        self.client, self.key, self.peers, self.least = client, key, peers, least
+        self._state = State.of(state or {})
 
     @property
     def state(self) -> dict[str, Any]:
@@ -141,6 +146,10 @@ class Member:
             if peer != self.client
         }
 
+    def expected(self) -> Session:
+        """The session that waits for this member's vector."""
+        return self._at(SHARED)[1]
+
     def mask(self, sealed: Mapping[int, bytes], vector: Vector, about: bytes = b"") -> Vector:
         """This member's vector under its masks, with those of all whose shares it was given.
 
@@ -172,6 +181,8 @@ class Member:
         state, _ = self._at(MASKED)
         live = sorted(set(live))
         self._enough(live, "masked vectors")
+        if len(live) < self.least:
+            raise RefusedError(f"a sum over {len(live)} nodes: its owner allows none over fewer than {self.least}")
         if self.client not in live or not set(live) <= state.shares.keys():
             raise RefusedError("the set of those that remain is not a part of those before, or leaves this one out")
         self._state = replace(state, stage=AGREED, live=tuple(live))

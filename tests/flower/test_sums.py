@@ -1,0 +1,312 @@
+"""Secure sums over the grid: the bits of a run without them, whoever is killed when, and links that cheat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message
+
+from tests.helpers.flower import BAD, CLIENTS, Watch, federated, nodes, own_data
+from tests.in_process_grid import InProcessGrid
+from tests.plugin_methods import lines, result, server, small
+from upfl.errors import StoppedError
+from upfl.flower.keys import make_keys
+from upfl.flower.messages import ARRAYS, FACTS, SECURE, from_record, to_record
+
+ALL = {"clients_per_round": 1.0}
+METHODS = ["fedavg", "fedtta", "fedprox", "scaffold", "fedgma", "hetero-fedtta", "hetero-tent", "afl", "odpfl-hn"]
+METHODS += ["closed-form", "fedadg", "fedsr", "fedtta-prox"]
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secure") / "keys"
+    make_keys(folder, ["localhost"], CLIENTS, "127.0.0.1:1")
+    return folder
+
+
+def secure_nodes(keys: Path, **more: Any) -> dict[int, dict[str, Any]]:
+    own = {"secure": True, "peers": str(keys / "peers")}
+    return {
+        node: {**about, **own, "key": str(keys / f"node-{about['client'] + 1}.key"), **more}
+        for node, about in nodes().items()
+    }
+
+
+class LinkGrid(InProcessGrid):
+    """A grid whose nodes can be killed, and whose link can change what it sends."""
+
+    def __init__(self, about: dict[int, dict[str, Any]]) -> None:
+        super().__init__(about, self._after)
+        self.kill: Callable[[int, dict[str, Any]], bool] = lambda node, asked: False
+        self.cheat: Callable[[int, Message], None] = lambda node, message: None
+        self.asked: list[tuple[int, str, str]] = []  # node, step, work or nothing
+        self.masked: list[np.ndarray[Any, Any]] = []
+
+    def push_messages(self, messages: Any) -> list[str]:
+        ids = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.cheat(node, message)
+            ids += super().push_messages([message]) if node in self.contexts else [""]
+        return ids
+
+    def _after(self, node: int, message: Message, reply: Message) -> Message | None:
+        asked = dict(message.content.config_records.get(SECURE) or {})
+        work = dict(message.content.config_records.get(FACTS) or {}).get("work", "")
+        self.asked.append((node, str(asked.get("step", message.metadata.message_type)), str(work)))
+        if self.kill(node, asked | {"work": work}):
+            del self.contexts[node]
+            return None
+        if asked.get("step") == "mask" and reply.has_content() and ARRAYS in reply.content.array_records:
+            self.masked.append(from_record(reply.content.array_records[ARRAYS])["vector"].numpy())
+        return reply
+
+
+def comparable(line: dict[str, Any]) -> dict[str, Any]:
+    """What a round's line says but for times and costs."""
+    return {
+        name: value for name, value in line.items() if not name.endswith("_s") and name not in ("secure", "bytes_up")
+    }
+
+
+def assert_same_but_for_costs(secure: Path, plain: Path) -> None:
+    ours, theirs = lines(secure), lines(plain)
+    assert [comparable(line) for line in ours] == [comparable(line) for line in theirs]
+    states = server(secure), server(plain)
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    rows = [[{**row, "clients": None} for row in result(path)["rows"]] for path in (secure, plain)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("method", METHODS)
+def test_a_secure_run_has_the_bits_of_one_that_is_not(method: str, keys: Path, tmp_path: Path) -> None:
+    config = small(method, rounds=2)
+    grid = LinkGrid(secure_nodes(keys))
+    federated(config, tmp_path / "secure", grid, secure=True)
+    federated(config, tmp_path / "plain", InProcessGrid(nodes()))
+    assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
+    line = lines(tmp_path / "secure")[-1]
+    assert line["secure"]["seconds"].keys() == {"advertise", "share", "mask", "agree", "unmask"}
+    assert line["bytes_up"] == line["secure"]["bytes_up"]["train"] > 0
+    assert {step for _, step, _ in grid.asked} <= {"query.introduce", *line["secure"]["seconds"]}, (
+        "nothing in the clear"
+    )
+    assert all(entry["kind"] == "new" for row in result(tmp_path / "secure")["rows"] for entry in row["clients"])
+
+
+@pytest.mark.bits
+def test_secure_fits_and_counts_have_the_bits_of_those_that_are_not(keys: Path, tmp_path: Path) -> None:
+    config = small("fedavg", "partition.clients=8", rounds=1, score=["refit+label-shift", "atp"], **ALL)
+    federated(config, tmp_path / "secure", LinkGrid(secure_nodes(keys)), secure=True)
+    federated(config, tmp_path / "plain", InProcessGrid(nodes()))
+    assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
+    assert lines(tmp_path / "secure")[-1]["fits"]
+    assert lines(tmp_path / "secure")[-1]["secure"]["bytes_up"].keys() == {"train", "fit", "evaluate"}
+
+
+@pytest.mark.bits
+def test_data_of_ones_own_are_added_up_securely(keys: Path, tmp_path: Path) -> None:
+    task, files = own_data(tmp_path, [30, 30, 40])
+    config = small("fedavg", rounds=2, score=["label-shift"], **ALL)
+    own = {
+        node: {**about, "data": str(files[about["client"]])}
+        for node, about in secure_nodes(keys).items()
+        if about["client"] < 3
+    }
+    plain = {node: {"client": about["client"], "data": about["data"]} for node, about in own.items()}
+    federated(config, tmp_path / "secure", LinkGrid(own), secure=True, task=task)
+    federated(config, tmp_path / "plain", InProcessGrid(plain), task=task)
+    assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("step", ["advertise", "share", "mask", "agree", "unmask"])
+def test_nodes_killed_at_a_step_leave_the_sum_of_those_that_remain(step: str, keys: Path, tmp_path: Path) -> None:
+    """Two of eight, in the second round; the run goes on, and is that of nodes that were away from then on."""
+    config, gone = small("fedavg", rounds=3, **ALL), {BAD, 1000}
+    grid, watch = LinkGrid(secure_nodes(keys)), Watch()
+    asked = dict.fromkeys(gone, 0)
+
+    def kill(node: int, asked_for: dict[str, Any]) -> bool:
+        if node in gone and asked_for.get("step") == step:
+            asked[node] += 1
+        return node in gone and asked_for.get("step") == step and asked[node] == 2
+
+    grid.kill = kill
+    federated(config, tmp_path / "killed", grid, watch, secure=True, timeout=0.3, min_nodes=2)
+    counted = step in ("agree", "unmask")  # their vectors were there already
+    away = InProcessGrid(nodes())
+
+    class Leave(Watch):
+        def round(self, metrics: dict[str, Any]) -> None:
+            super().round(metrics)
+            if metrics["round"] == (2 if counted else 1):
+                for node in gone:
+                    del away.contexts[node]
+
+    other = Leave()
+    federated(config, tmp_path / "away", away, other, min_nodes=2)
+    for ours, theirs in zip(watch.states, other.states, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    found = [line["clients"] for line in lines(tmp_path / "killed")]
+    assert found == ([8, 8, 6] if counted else [8, 6, 6])
+    left_out = [entry["client"] for entry in lines(tmp_path / "killed")[1]["left_out"]]
+    assert left_out == ([] if counted else [0, 3])
+
+
+def test_below_the_threshold_a_round_is_tried_again_even_if_more_are_killed_then(keys: Path, tmp_path: Path) -> None:
+    """Four of eight at the second mask, one more while it is tried again: three remain, and their sum counts."""
+    config = small("fedavg", rounds=2, **ALL)
+    order, masks = sorted(nodes()), dict.fromkeys(nodes(), 0)
+    grid, watch = LinkGrid(secure_nodes(keys)), Watch()
+
+    def kill(node: int, asked: dict[str, Any]) -> bool:
+        masks[node] += asked.get("step") == "mask" and asked["work"] == "train"
+        first = node in order[:4] and masks[node] == 2
+        return asked.get("step") == "mask" and (first or (node == order[4] and masks[node] == 3))
+
+    grid.kill = kill
+    federated(config, tmp_path / "run", grid, watch, secure=True, timeout=0.3, min_nodes=2)
+    assert [line["clients"] for line in lines(tmp_path / "run")] == [8, 3]
+    remaining = {node: nodes()[node] for node in order[5:]}
+    plain = InProcessGrid(nodes())
+
+    class Leave(Watch):
+        def round(self, metrics: dict[str, Any]) -> None:
+            super().round(metrics)
+            plain.contexts = {node: context for node, context in plain.contexts.items() if node in remaining}
+
+    other = Leave()
+    federated(config, tmp_path / "plain", plain, other)
+    assert all(torch.equal(watch.states[1][name], value) for name, value in other.states[1].items())
+
+
+def test_a_sum_that_cannot_be_had_stops_the_run_and_names_who_was_missing(keys: Path, tmp_path: Path) -> None:
+    config = small("fedavg", rounds=2, **ALL)
+    grid = LinkGrid(secure_nodes(keys))
+    grid.kill = lambda node, asked: asked.get("step") == "share" and node != 1000
+    with pytest.raises(
+        StoppedError, match=r"train/0 was not to be had: .*missing: 1, 2, 3, 4, 5, 6, 7.*Client 3: did not"
+    ):
+        federated(config, tmp_path / "run", grid, secure=True, timeout=0.1, min_nodes=2)
+    silent = LinkGrid(secure_nodes(keys))
+    silent.kill = lambda node, asked: asked.get("step") == "unmask" and node != 1000
+    with pytest.raises(StoppedError, match="unmask: 1 of 6 clients"):
+        federated(config, tmp_path / "other", silent, secure=True, timeout=0.1, min_nodes=2)
+
+
+def test_a_node_that_drops_out_of_a_fit_is_missing_from_then_on(keys: Path, tmp_path: Path) -> None:
+    config = small("fedavg", "partition.clients=8", rounds=1, score=["calibrated"], **ALL)
+    grid, fits = LinkGrid(secure_nodes(keys)), []
+
+    def kill(node: int, asked: dict[str, Any]) -> bool:
+        if node == BAD and asked["work"] == "fit":
+            fits.append(1)
+        return node == BAD and len(fits) == 3
+
+    grid.kill = kill
+    federated(config, tmp_path / "run", grid, secure=True, timeout=0.3)
+    (line,) = lines(tmp_path / "run")
+    assert line["fits"]["calibration.none"]["left_out"] == 1
+    assert np.isfinite(line["fits"]["calibration.none"]["cross_entropy"])
+
+
+# Links that cheat, over the grid
+
+
+def cheated(keys: Path, out: Path, cheat: Callable[[int, Message], None], reason: str, **more: Any) -> LinkGrid:
+    grid = LinkGrid(secure_nodes(keys))
+    grid.cheat = cheat
+    with pytest.raises(StoppedError, match=reason):
+        federated(small("fedavg", rounds=1, **ALL), out, grid, secure=True, timeout=0.2, **more)
+    return grid
+
+
+def step_of(message: Message) -> str:
+    return str(dict(message.content.config_records.get(SECURE) or ConfigRecord()).get("step"))
+
+
+def test_a_link_that_asks_in_the_clear_is_refused(keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoppedError, match="takes part in secure sums only"):
+        federated(small("fedavg", rounds=1), tmp_path / "run", LinkGrid(secure_nodes(keys)))
+
+    def plain(node: int, message: Message) -> None:
+        if step_of(message) == "mask":
+            message.metadata.__dict__["_message_type"] = "train"
+
+    cheated(keys, tmp_path / "cheated", plain, "nothing goes up in the clear")
+
+
+def test_a_link_that_substitutes_a_key_is_refused(keys: Path, tmp_path: Path) -> None:
+    def substitute(node: int, message: Message) -> None:
+        if step_of(message) == "share":
+            record: dict[str, Any] = dict(message.content.config_records[SECURE])
+            record["mask_keys"] = [bytes(32 * [7]), *record["mask_keys"][1:]]
+            message.content[SECURE] = ConfigRecord(record)
+
+    cheated(keys, tmp_path / "run", substitute, "client 0 are not signed by its registered key")
+
+
+def test_a_link_that_gives_one_node_another_model_gets_no_sum(keys: Path, tmp_path: Path) -> None:
+    def another(node: int, message: Message) -> None:
+        if step_of(message) == "mask" and node == BAD:
+            arrays = from_record(message.content.array_records[ARRAYS])
+            message.content[ARRAYS] = to_record({name: 2 * value for name, value in arrays.items()})
+
+    cheated(keys, tmp_path / "run", another, "asked for something else")
+
+
+def test_a_link_that_shows_different_sets_of_those_that_remain_gets_no_sum(keys: Path, tmp_path: Path) -> None:
+    def different(node: int, message: Message) -> None:
+        if step_of(message) == "agree" and node > 980:
+            message.content[SECURE] = ConfigRecord({"step": "agree", "live": [0, 1, 2, 3, 4, 5]})
+
+    cheated(keys, tmp_path / "run", different, "did not sign what this one signed")
+
+
+def test_a_link_that_names_the_same_sum_otherwise_is_refused(keys: Path, tmp_path: Path) -> None:
+    def rename(node: int, message: Message) -> None:
+        if step_of(message) == "advertise":
+            record = message.content.config_records[SECURE]
+            message.content[SECURE] = ConfigRecord({**record, "name": "train/77"})
+
+    cheated(keys, tmp_path / "run", rename, r"the sum train/77 is not what it is asked for \(train/0\)")
+
+
+def test_an_owner_decides_how_few_a_sum_may_be_over(keys: Path, tmp_path: Path) -> None:
+    few = {node: about for node, about in secure_nodes(keys, least=5).items() if about["client"] < 4}
+    with pytest.raises(StoppedError, match="a sum over 4 nodes: its owner allows none over fewer than 5"):
+        federated(small("fedavg", rounds=1, **ALL), tmp_path / "run", LinkGrid(few), secure=True, timeout=0.2)
+
+
+def test_what_the_link_sees_of_a_round_is_noise(keys: Path, tmp_path: Path) -> None:
+    grid = LinkGrid(secure_nodes(keys))
+    federated(small("fedavg", rounds=1, **ALL), tmp_path / "run", grid, secure=True)
+    values = np.concatenate(grid.masked[:CLIENTS]).view(np.uint64)
+    bits = np.unpackbits(values.view(np.uint8)).reshape(-1, 64)
+    assert len(values) > 8000
+    assert (abs(bits.mean(0) - 0.5) < 6 * 0.5 / np.sqrt(len(bits))).all()
+
+
+def test_noise_comes_in_shares_of_the_nodes_and_adds_up_to_what_is_promised(keys: Path, tmp_path: Path) -> None:
+    """With a clipping norm far below the updates' and eight nodes, t = 6: noise of z C sqrt(8 / 6) on the sum."""
+    config = small("fedavg", rounds=1, **ALL)
+    clip, noise = 1e-3, 50.0
+    changes = []
+    for number in range(2):
+        out = tmp_path / f"run-{number}"
+        watch = Watch()
+        federated(config, out, LinkGrid(secure_nodes(keys)), watch, secure=True, clip=clip, noise=noise)
+        changes.append(torch.cat([value.flatten() for value in watch.states[0].values()]).double())
+        (line,) = lines(out)
+        assert line["epsilon"] > 0
+        assert "loss" not in line
+    spread = float((changes[0] - changes[1]).std()) / np.sqrt(2) * CLIENTS
+    assert spread == pytest.approx(noise * clip * np.sqrt(CLIENTS / 6), rel=0.1)
