@@ -17,6 +17,7 @@ end, all end.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -45,6 +46,7 @@ from upfl.flower.client import app  # with all that a message needs: imported on
 
 LOOK = 0.5  # seconds between a SuperNode's looks for a message, in place of Flower's three
 TASKS = 0.05  # seconds between looks for what the SuperNode has received
+PR_SET_PDEATHSIG = 1
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 
@@ -111,7 +113,7 @@ def _answer(address: str, token: str, parent: int) -> None:
 
 
 def _supernode(options: list[str], parent: int) -> None:
-    """Flower's SuperNode, with shorter waits; it ends with its parent, however that one ends."""
+    """Flower's SuperNode, with shorter waits."""
     start_parent_process_monitor(parent)
     sys.argv = ["flower-supernode", *options]
     start_client_internal.time = _Impatient()  # type: ignore[assignment, attr-defined]
@@ -129,9 +131,11 @@ class _Impatient:
 
 
 def forked(work: Callable[[], Any]) -> int:
-    """Do something in a process of its own that has all of this one's modules."""
+    """Do something in a process of its own that has all of this one's modules, and is killed when this one is."""
     if process := os.fork():
         return process
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
