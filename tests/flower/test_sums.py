@@ -19,8 +19,9 @@ from upfl.flower.keys import make_keys
 from upfl.flower.messages import ARRAYS, FACTS, SECURE, from_record, to_record
 
 ALL = {"clients_per_round": 1.0}
-METHODS = ["fedavg", "fedtta", "fedprox", "scaffold", "fedgma", "hetero-fedtta", "hetero-tent", "afl", "odpfl-hn"]
-METHODS += ["closed-form", "fedadg", "fedsr", "fedtta-prox"]
+QUICK = ["fedavg", "scaffold", "hetero-fedtta", "closed-form"]
+OTHERS = ["fedtta", "fedprox", "fedgma", "hetero-tent", "afl", "odpfl-hn", "fedadg", "fedsr", "fedtta-prox"]
+METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)]
 
 
 @pytest.fixture(scope="session")

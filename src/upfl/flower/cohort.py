@@ -355,8 +355,9 @@ class _NodesFailedError(Exception):
 
 
 def _mean_square(total: FixedPointSum) -> float:
-    """The root mean square of the mean of what was sent."""
-    return root_mean_square({name: total[name] / max(total.count, 1) for name in total})
+    """The root mean square of the mean of what was sent, but for integers, as `root_mean_square` has it."""
+    sums = {name: total[name] for name in total}
+    return root_mean_square({name: v / max(total.count, 1) for name, v in sums.items() if v.is_floating_point()})
 
 
 def root_mean_square(up: State) -> float:
