@@ -29,7 +29,7 @@ from upfl.flower.terms import Settings
 def run(config: Config, out: Path, nodes: dict[int, dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
     server.describe = lambda settings: config
     server.train(InProcessGrid(nodes), Settings(out=out, min_nodes=2, timeout=3600, wait=60, **more))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][:-1]
 
 
 def main() -> None:
@@ -42,13 +42,9 @@ def main() -> None:
     messages.POLL = 0.001
     data.load = functools.cache(data.load)  # a node has its own data, and need not cut them out of all
     print(json.dumps(machine()), flush=True)
-    settings = [
-        "partition.kind=iid",
-        f"partition.clients={2 * given.nodes}",
-        f"iterations={given.iterations}",
-        f"rounds={given.rounds}",
-    ]
-    settings += ["evaluate_every=1000000", "evaluate_clients=2", "clients_per_round=1.0"]
+    settings = ["partition.kind=iid", f"partition.clients={2 * given.nodes}", "clients_per_round=1.0"]
+    settings += [f"iterations={given.iterations}", f"rounds={given.rounds + 1}"]
+    settings += ["evaluate_every=1000000", "evaluate_clients=2"]  # the last round is evaluated, and does not count
     config = configure("fedavg", given.dataset, settings=settings)
     with tempfile.TemporaryDirectory(prefix="upfl-secure-") as name:
         folder = Path(name)
