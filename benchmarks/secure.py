@@ -27,7 +27,7 @@ from upfl.flower.terms import Settings
 
 
 def run(config: Config, out: Path, nodes: dict[int, dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
-    server.describe = lambda settings: config
+    server.describe = lambda settings: config  # type: ignore[attr-defined]
     server.train(InProcessGrid(nodes), Settings(out=out, min_nodes=2, timeout=3600, wait=60, **more))
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][:-1]
 
