@@ -294,13 +294,52 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
         assemble(config_of("patch=8"))
 
 
-def test_a_run_too_short_to_end_is_refused_on_the_command_line(tmp_path: Path) -> None:
+def test_a_run_too_short_to_end_is_refused(tmp_path: Path) -> None:
     said = upfl(
         "train", "closed-form", "digits", "--rounds", "20", "--clients-per-round", "9", "--out", tmp_path / "run"
     )
     assert said.code == 2
     assert "takes 36 rounds" in said.err
     assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="takes 4 rounds"):
+        train(config_of(rounds=3), tmp_path / "run")
+
+
+@pytest.mark.parametrize("given", [{"model": "convnet"}, {"settings": ["model.hidden=7"]}])
+def test_a_model_that_would_not_be_used_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a model of its own"):
+        configure("closed-form", "digits", **given)
+    assert configure("closed-form", "digits", profile="smoke").training_name == "closed-form"
+
+
+def test_features_are_made_once_for_all_personalizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    apply = Patches.apply
+
+    def counted(self: Patches, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        made.extend([i.sum().item() for i in x])
+        return apply(self, weight, bias, x)
+
+    monkeypatch.setattr(Patches, "apply", counted)
+    engine = ran(config_of(score=["none", "label-shift", "em", "calibrated"]), tmp_path / "run")
+    source = engine.federation.source.images
+    assert len(made) == len(source), "each image once: train splits in the last pass, the others when they are scored"
+
+
+def test_features_that_are_kept_are_those_of_these_samples_and_filters() -> None:
+    training: Any = assemble(config_of()).training
+    params = {**dict(zip(("patches.weight", "patches.bias"), filters(training.layer), strict=True))}
+    x = images(5, 1, 8, 8)
+    first = training.features(params, x)
+    assert torch.equal(first, training.layer.apply(*params.values(), x))
+    assert torch.equal(training.features(params, x.clone()), first)
+    x[2, 0, 3, 3] += 1
+    assert not torch.equal(training.features(params, x)[2], first[2]), "changed in place"
+    other = {name: value + 0.25 for name, value in params.items()}
+    assert torch.equal(training.features(other, x), training.layer.apply(*other.values(), x))
+    assert len(training.remembered.kept) == 3
+    x[0] = torch.nan
+    assert training.features(params, x)[0].isnan().any(), "what is no number must show"
 
 
 def test_a_run_is_as_long_as_the_passes_take_whatever_the_profile() -> None:
@@ -309,7 +348,6 @@ def test_a_run_is_as_long_as_the_passes_take_whatever_the_profile() -> None:
         assert (config.rounds, config.clients_per_round, config.evaluate_every) == (12, None, 12)
     assert configure("closed-form", "cifar10", clients_per_round=20).rounds == 36
     assert configure("closed-form", "cifar10", clients_per_round=0.4, settings=["iterations=3"]).rounds == 15
-    assert configure("closed-form", "cifar10", settings=["rounds=5"]).rounds == 5
 
 
 def test_a_newcomers_model_is_an_onnx_file_like_any_other(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def train(
         device=device,
         vectorize=vectorize,
     )
-    require_enough_rounds(described)
     path = out or default_folder(described)
     with watched(path, f"{described.method}, {described.dataset}", as_json, listed(track)) as observer:
         run = api.train(described, path, workers=workers, observer=observer)
@@ -166,21 +165,6 @@ def show(
         Console(stderr=True, soft_wrap=True).print(f"[yellow]left out:[/yellow] {escape(problem)}")
     if problems and not readable:
         raise RunError("none of these can be shown")
-
-
-def require_enough_rounds(config: Config) -> None:
-    """Refuse a run that would end before every client was asked as often as the training needs."""
-    from upfl.config import rounds_needed
-    from upfl.methods import training_class
-
-    if not training_class(config.training_name).in_turn:
-        return
-    needed = rounds_needed(config.model_dump(), config.partition.clients)
-    if config.rounds < needed:
-        raise ConfigError(
-            f"rounds = {config.rounds}: {config.training_name} asks every client in turn, and with so many in a round "
-            f"that takes {needed} rounds; leave --rounds out, or raise --clients-per-round"
-        )
 
 
 def default_folder(config: Config) -> Path:

@@ -70,6 +70,12 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
         public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
     )
     training = make_training(config.training_name, task, hyper)
+    needed = kind.passes(hyper) * training.rounds_a_pass
+    if kind.in_turn and config.rounds < needed:
+        raise ConfigError(
+            f"rounds = {config.rounds}: {config.training_name} asks every client in turn, and with so many in a round "
+            f"that takes {needed} rounds; leave rounds out, or raise clients_per_round"
+        )
     if config.vectorize > 1 and not (training.vectorizes and training.model.vectorizes):
         what = f"model '{config.model.name}'" if training.vectorizes else training.name
         raise ConfigError(f"vectorize = {config.vectorize}: {what} trains one client at a time; leave it at 1")

@@ -41,6 +41,7 @@ from upfl.errors import BadClientError, ConfigError
 from upfl.last_layer import discriminant, ridge
 from upfl.models import Layered, Linear, Model
 from upfl.models.patches import EXACT, FEATURE, FILTER, LARGEST_FEATURE, PATCH, Patches, rounded_filters
+from upfl.models.remembered import Remembered
 from upfl.randomness import generator as named_generator
 from upfl.state import State, prefixed, select
 
@@ -75,6 +76,8 @@ class ClosedForm(Training[ClosedFormHyper]):
         layer = _patches(task.model)
         assert layer is not None, self.why_not(task)
         self.layer = layer
+        self.last = Layered((Linear("last", layer.features, task.classes),))
+        self.remembered = Remembered()
 
     @classmethod
     def why_not(cls, task: Task) -> str | None:
@@ -263,6 +266,20 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         return select(published.state, "psi")
+
+    def features(self, params: State, x: Tensor) -> Tensor:
+        weight, bias = params["patches.weight"], params["patches.bias"]
+        if torch.compiler.is_exporting():
+            return self.layer.apply(weight, bias, x)
+
+        def in_steps() -> Tensor:
+            h = self.layer.apply(weight, bias, x) * FEATURE
+            return h.to(torch.int16) if h.isfinite().all() else h
+
+        return self.remembered(in_steps, weight, bias, x) / FEATURE
+
+    def logits(self, params: State, x: Tensor) -> Tensor:
+        return self.last.apply(params, self.features(params, x))
 
     @property
     def size(self) -> int:
