@@ -24,7 +24,7 @@ from upfl.cli.options import (
     Workers,
     participation,
 )
-from upfl.errors import ConfigError, RunError, UpflError
+from upfl.errors import RunError, UpflError
 
 if TYPE_CHECKING:
     from upfl import api
