@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.plugin_methods import upfl
-from tests.runs import outcome
+from tests.runs import Interrupter, StopError, begun, outcome
 from upfl.config import Config, configure
 from upfl.engine import members
 from upfl.engine.fold import FixedPointSum
@@ -117,9 +117,10 @@ def test_what_cannot_be_recounted_is_refused_in_words(run: Path, tmp_path: Path)
         members.join(run, 1, tmp_path / "out")
     with pytest.raises(ConfigError, match="comes from steps"):
         members.forget(ran(config_of(method="fedavg", rounds=1), tmp_path / "fedavg"), 1, tmp_path / "out")
-    short = ran(config_of(rounds=2), tmp_path / "short")
+    with pytest.raises(StopError):
+        begun(config_of(), tmp_path / "short").run(Interrupter("round", 2))
     with pytest.raises(RunError, match="has not come to its last pass"):
-        members.forget(short, 1, tmp_path / "out")
+        members.forget(tmp_path / "short", 1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="no training client is left"):
         assemble(config_of("partition.without=[0, 1, 2, 3, 4, 5]"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,11 @@ def plain_features(of: Patches, weight: Tensor, bias: Tensor, x: Tensor) -> Tens
             centred = p - p.mean(1, keepdim=True)
             p = centred / (centred.square().mean(1, keepdim=True) + of.contrast).sqrt()
             z[:, :, i, j] = p @ weight.double().T + bias
-    cut = round(side / of.grid)
+    cuts = [round(side * i / of.grid) for i in range(of.grid + 1)]
     cells = []
-    for rows in (slice(0, cut), slice(cut, None)):
-        for columns in (slice(0, cut), slice(cut, None)):
+    for top, bottom in pairwise(cuts):
+        for left, right in pairwise(cuts):
+            rows, columns = slice(top, bottom), slice(left, right)
             part = z[:, :, rows, columns]
             cells += [(part - of.threshold).relu().mean((2, 3)), (-part - of.threshold).relu().mean((2, 3))]
     return torch.cat(cells, 1)
@@ -96,8 +98,19 @@ def test_features_are_those_of_the_equations_up_to_their_rounding(channels: int,
     assert torch.equal(found * FEATURE, (found * FEATURE).round())
 
 
+@pytest.mark.parametrize(("side", "grid"), [(9, 2), (12, 3)])
+def test_with_mirror_features_are_those_of_an_image_and_of_its_mirror_image(side: int, grid: int) -> None:
+    of = layer(mirror=True, grid=grid)
+    x = images(4, 3, side, side)
+    found = of.apply(*filters(of), x)
+    expected = sum(plain_features(of, *filters(of), image) for image in (x, x.flip(3))) / 2
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
+    assert torch.equal(of.apply(*filters(of), x.flip(3)), found)
+    assert not torch.equal(of.apply(*filters(of), x.flip(2)), found)
+
+
 def test_features_do_not_depend_on_the_batch_nor_on_the_memory_layout() -> None:
-    of = layer(outputs=37)
+    of = layer(outputs=37, mirror=True)
     x, params = images(21, 3, 11, 11), filters(of)
     whole = of.apply(*params, x)
     assert torch.equal(torch.cat([of.apply(*params, x[i : i + 1]) for i in range(len(x))]), whole)
@@ -195,13 +208,16 @@ def test_the_last_layer_is_scikit_learns_on_standardized_features(kind: str, tmp
     torch.testing.assert_close(*centred, rtol=1e-3, atol=1e-3 * float(centred[1].abs().max()))
 
 
-def test_whitening_and_filters_are_what_the_equations_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mirror", [False, True])
+def test_whitening_and_filters_are_what_the_equations_say(mirror: bool, tmp_path: Path) -> None:
     """From the patches that the clients drew, in double precision: covariance, and one turn of k-means."""
-    engine = ran(config_of("iterations=1"), tmp_path / "run")
+    engine = ran(config_of("iterations=1", f"mirror={str(mirror).lower()}"), tmp_path / "run")
     training: Any = engine.training
     pixels = training.layer.pixels(trained_on(engine)[0])
     places = hashes(pixels.sum(1).flatten(1), engine.config.seed, 4) % training.layer.places(pixels)
     p = training.layer.patches_at(pixels, places).flatten(0, 1).double() / 32
+    if mirror:
+        p = torch.cat([p, p.view(-1, 3, 3).flip(2).flatten(1)])
     server: State = {name: value.double() for name, value in engine.progress.server.items()}
     covariance = torch.cov(p.T, correction=0)
     torch.testing.assert_close(server["mean"], p.mean(0), rtol=1e-5, atol=1e-6)
@@ -209,9 +225,11 @@ def test_whitening_and_filters_are_what_the_equations_say(tmp_path: Path) -> Non
     torch.testing.assert_close(inverse @ (covariance + 0.1 * torch.eye(9)), torch.eye(9).double(), rtol=0, atol=1e-4)
     start = training.init(generator(engine.config.seed, "init"))["filters"].double()
     q = (p - server["mean"]) @ server["whitening"]
-    z = q @ start.T
+    sides = q.view(1 + mirror, -1, 9).transpose(0, 1)  # a patch, and its mirror image
+    z = (sides @ start.T).flatten(1)
     chosen = z.abs().argmax(1)
-    pulled = torch.zeros_like(start).index_add_(0, chosen, z.gather(1, chosen.unsqueeze(1)) * q)
+    nearer = sides[torch.arange(len(z)), chosen // 6]
+    pulled = torch.zeros_like(start).index_add_(0, chosen % 6, z.gather(1, chosen.unsqueeze(1)) * nearer)
     cosine = (F.normalize(pulled, dim=1) * server["filters"]).sum(1)
     assert cosine.min() > 0.995, "but for patches on the edge between two filters, which rounding moves"
     torch.testing.assert_close(server["filters"].norm(dim=1), torch.ones(6).double())
@@ -232,7 +250,7 @@ def dealt(federation: Federation, shares: Any, pool: NDArray[np.int64]) -> Feder
 
 
 def test_the_same_train_split_gives_the_same_bits_however_it_is_dealt_out(tmp_path: Path) -> None:
-    config = config_of()
+    config = config_of("mirror=true")
     source = load("digits")
     federation = build_federation(source, config.partition, 0)
     clients = federation.training
@@ -353,7 +371,7 @@ def test_a_run_is_as_long_as_the_passes_take_whatever_the_profile() -> None:
 def test_a_newcomers_model_is_an_onnx_file_like_any_other(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    run = train(config_of(score=["label-shift"]), tmp_path / "run", workers=1)
+    run = train(config_of("mirror=true", score=["label-shift"]), tmp_path / "run", workers=1)
     images = run.federation.source.images[run.federation.new.all(0)]
     mine = export(run, tmp_path / "bundle").personalize(images)
     assert onnx_export(mine, tmp_path / "me.onnx") < 1e-5

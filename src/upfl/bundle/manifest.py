@@ -69,6 +69,7 @@ class LayerSection(_Strict):
     grid: int | None = Field(None, ge=1, le=2**10)
     threshold: float | None = Field(None, ge=0, le=4)
     contrast: float | None = Field(None, gt=0)
+    mirror: bool | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -79,6 +80,8 @@ class LayerSection(_Strict):
             self.kind == "patches"
         }:
             raise ValueError("patch, grid, threshold and contrast belong to patches, all four of them")
+        if self.mirror is not None and self.kind != "patches":
+            raise ValueError("mirror belongs to patches")
         return self
 
 

@@ -251,7 +251,7 @@ def _check_work(model: models.Layered, image: Sequence[int], path: Path) -> None
                 shape = (layer.outputs, *(side // 2 for side in shape[1:]))
             case Patches():
                 values += math.prod(shape[1:]) * layer.size
-                products += math.prod(shape[1:]) * layer.size * layer.outputs
+                products += math.prod(shape[1:]) * layer.size * layer.outputs * (1 + layer.mirror)
                 shape = (layer.features,)
             case models.Linear():
                 shape = (*shape[:-1], layer.outputs)

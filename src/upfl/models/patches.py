@@ -6,6 +6,9 @@ For every patch p of C x P x P values of an image x, K filters w_k, b_k, a thres
     z_k = <w_k, p~> + b_k
     h   = means of relu(z_k - a) and of relu(-z_k - a) over the patches of each cell of a G x G grid: 2 K G^2 features
 
+With `mirror`, h is the mean of this and of what the mirrored filters give in the mirrored cell: the features of an
+image and of its mirror image, which a classifier then cannot tell apart.
+
 Every number here is an integer times a power of two, and every sum stays below 2^24, which is as far as float32 counts
 without gaps. So sums are exact: their bits depend neither on how samples are put into batches, nor on the order of the
 terms, nor on the processor. What is rounded, and where it is cut off:
@@ -33,7 +36,7 @@ from upfl.state import State
 EXACT = 2**24  # float32 has every integer up to here
 PIXEL, PATCH, FILTER, FEATURE = 2**6, 2**5, 2**7, 2**9  # steps to one
 LARGEST_FEATURE = 2**12 - 1  # in steps: whose square is still exact
-CHUNK = 8  # images at once: what they become stays in the cache
+CACHE = 2**18  # values of z at once, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Patches:
     grid: int
     threshold: float
     contrast: float
+    mirror: bool = False
 
     @property
     def size(self) -> int:
@@ -65,27 +69,44 @@ class Patches:
 
     def apply(self, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         """[n, C, H, W] to [n, features]"""
-        if torch.compiler.is_exporting() or len(x) <= CHUNK:
-            return self._apply(weight, bias, x)
-        return torch.cat([self._apply(weight, bias, part) for part in x.split(CHUNK)])  # type: ignore[no-untyped-call]
+        weight, bias = self.both(weight) * FILTER, self.twice(bias) * (FILTER * PATCH)
+        side = -(-(x.shape[2] - self.patch + 1) // self.grid) * -(-(x.shape[3] - self.patch + 1) // self.grid)
+        chunk = max(1, CACHE // (side * len(weight)))
+        if torch.compiler.is_exporting() or len(x) <= chunk:
+            return self._apply(weight.t(), bias, x)
+        parts: list[Tensor] = [self._apply(weight.t(), bias, part) for part in x.split(chunk)]  # type: ignore[no-untyped-call]
+        return torch.cat(parts)
 
     def _apply(self, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         pixels = self.pixels(x)
         mean, factor = self._statistics(self._box(pixels.sum(3)), self._box(pixels.square().sum(3)))
         windows = self._windows(pixels)
-        weight, bias = weight.t() * FILTER, bias * (FILTER * PATCH)
         pooled = []
         for rows, columns in self._cells(windows.shape[1], windows.shape[2]):
             part = windows[:, rows, columns]
             positions = part.shape[1] * part.shape[2]
             centre, scale = (value[:, rows, columns].reshape(-1, 1) for value in (mean, factor))
             patches = (part.reshape(-1, self.size) - centre).mul_(scale).round_()
-            z = torch.addmm(bias, patches, weight).view(-1, positions, self.outputs)
+            z = torch.addmm(bias, patches, weight).view(-1, positions, len(bias))
             least, most = float(round(self.threshold * FILTER * PATCH)), float(EXACT // positions)
-            above, below = z.clamp(least, most).sum(1), z.clamp(-most, -least).sum(1).neg()
-            pooled.append((torch.cat([above, below], 1) - positions * least) / positions)
-        h = torch.cat(pooled, 1) * (FEATURE / (FILTER * PATCH))
+            above, below = z.clamp(least, most).sum(1), z.clamp_(-most, -least).sum(1).neg()
+            pooled.append((torch.stack([above, below], 1) - positions * least) / positions)
+        cells = torch.stack(pooled, 1).view(-1, self.grid, self.grid, 2, len(bias))
+        if self.mirror:
+            cells = (cells[..., : self.outputs] + cells[..., self.outputs :].flip(2)) / 2
+        h = cells.flatten(1) * (FEATURE / (FILTER * PATCH))
         return h.round().clamp(max=LARGEST_FEATURE) / FEATURE
+
+    def both(self, filters: Tensor) -> Tensor:
+        """The filters and, where images are taken with their mirror images, the mirrored ones."""
+        return torch.cat([filters, self.mirrored(filters)]) if self.mirror else filters
+
+    def twice(self, bias: Tensor) -> Tensor:
+        return bias.repeat(2) if self.mirror else bias
+
+    def mirrored(self, patches: Tensor) -> Tensor:
+        """Patches, or filters of such, [..., D], with left and right exchanged."""
+        return patches.view(*patches.shape[:-1], self.patch, self.patch, self.inputs).flip(-2).flatten(-3)
 
     def pixels(self, x: Tensor) -> Tensor:
         """Inputs in steps, channels last."""

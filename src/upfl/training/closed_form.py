@@ -9,6 +9,9 @@ data would. A pass counts every client once, on its train split. With p~ the nor
     filters (`iterations`)  z = <d_k, W (p~ - m)>;  k = argmax |z|;   d_k <- sum of z W (p~ - m), of length one
     last layer (one pass)   n_c, sum of h over class c, sum of h h^T;   h the features of the filters W d_k
 
+With `mirror`, every patch counts as itself and as its mirror image, and h as the mean over both: then a classifier need
+not learn from samples what left and right have in common.
+
 The filters d_k start as random directions. The second step is spherical k-means (Coates and Ng, 2012) with a sign, as
 the features look at z from both sides. Whitening and filters take `patches` patches of each image, at places that are
 drawn by a hash of the image itself and the seed: so they are the same whoever holds it. The last layer comes from
@@ -50,9 +53,10 @@ WHITENING, FILTERS, LAYER, DONE = "whitening", "filters", "layer", "done"
 
 
 class ClosedFormHyper(Hyper):
-    filters: int = Field(256, ge=1, description="2 grid^2 features each; time and memory grow with the square")
+    filters: int = Field(128, ge=1, description="2 grid^2 features each; time and memory grow with the square")
+    mirror: bool = Field(False, description="whether a class's mirror images are of that class: features of both")
     patch: int | None = Field(None, ge=2, description="side of a patch in pixels; by the image's size where silent")
-    grid: int = Field(2, ge=1, description="features are means over so many by so many cells of the image")
+    grid: int = Field(3, ge=1, description="features are means over so many by so many cells of the image")
     patches: int = Field(12, ge=1, description="drawn of each image, for whitening and filters")
     iterations: int = Field(10, ge=0, description="passes of k-means for the filters")
     whitening: float = Field(0.1, ge=1e-3, description="added to the eigenvalues of the patches' covariance")
@@ -94,7 +98,9 @@ class ClosedForm(Training[ClosedFormHyper]):
                 f"images of {height} x {width} pixels have too few patches of {patch} x {patch} for a grid of "
                 f"{hyper.grid} x {hyper.grid}: set a smaller patch or grid"
             )
-        layer = Patches("patches", channels, hyper.filters, patch, hyper.grid, hyper.threshold, hyper.contrast)
+        layer = Patches(
+            "patches", channels, hyper.filters, patch, hyper.grid, hyper.threshold, hyper.contrast, hyper.mirror
+        )
         return Layered((layer, Linear("last", layer.features, classes)))
 
     # The passes
@@ -159,9 +165,14 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     def filters_step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         patches = self._drawn(carry, batch)
-        z = torch.addmm(carry["patches.bias"] * (FILTER * PATCH), patches, carry["patches.weight"].t() * FILTER)
+        weight, bias = self.layer.both(carry["patches.weight"]), self.layer.twice(carry["patches.bias"])
+        z = torch.addmm(bias * (FILTER * PATCH), patches, weight.t() * FILTER)
         chosen = z.abs().argmax(1)
         answer = z.gather(1, chosen.unsqueeze(1)).double()
+        if self.layer.mirror:  # what is near to a mirrored filter is, mirrored, near to the filter
+            turned = chosen >= self.layer.outputs
+            patches[turned] = self.layer.mirrored(patches[turned])
+            chosen %= self.layer.outputs
         pull = torch.zeros(carry["sum.pull"].shape, dtype=torch.float64, device=z.device)
         carry["sum.pull"] += pull.index_add_(0, chosen, answer * patches.double()).long().cpu()
         mass = torch.zeros(len(pull), dtype=torch.float64, device=z.device)
@@ -218,6 +229,11 @@ class ClosedForm(Training[ClosedFormHyper]):
         count = sums["count"].double().clamp(min=1)
         mean = sums["sums"] / count
         covariance = sums["products"] / count - torch.outer(mean, mean)
+        if self.layer.mirror:  # of all patches and all mirrored ones
+            spread = (mean - self.layer.mirrored(mean)) / 2
+            mean = mean - spread
+            turned = self.layer.mirrored(self.layer.mirrored(covariance).T.contiguous())
+            covariance = (covariance + turned) / 2 + torch.outer(spread, spread)
         values, vectors = torch.linalg.eigh(covariance / PATCH**2)
         scale = (values.clamp(min=0) + self.hyper.whitening).rsqrt()
         new = {"mean": mean / PATCH, "whitening": vectors * scale @ vectors.T}
