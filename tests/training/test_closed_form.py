@@ -323,7 +323,7 @@ def test_a_run_too_short_to_end_is_refused(tmp_path: Path) -> None:
         train(config_of(rounds=3), tmp_path / "run")
 
 
-@pytest.mark.parametrize("given", [{"model": "convnet"}, {"settings": ["model.hidden=7"]}])
+@pytest.mark.parametrize("given", [{"model": "convnet"}, {"settings": ["model.name=linear"]}])
 def test_a_model_that_would_not_be_used_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a model of its own"):
         configure("closed-form", "digits", **given)
