@@ -285,14 +285,13 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     def features(self, params: State, x: Tensor) -> Tensor:
         weight, bias = params["patches.weight"], params["patches.bias"]
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or not x.isfinite().all():  # what is no number must show
             return self.layer.apply(weight, bias, x)
 
-        def in_steps() -> Tensor:
-            h = self.layer.apply(weight, bias, x) * FEATURE
-            return h.to(torch.int16) if h.isfinite().all() else h
+        def in_steps(x: Tensor) -> Tensor:
+            return (self.layer.apply(weight, bias, x) * FEATURE).to(torch.int16)
 
-        return self.remembered(in_steps, weight, bias, x) / FEATURE
+        return self.remembered(in_steps, x, weight, bias) / FEATURE
 
     def logits(self, params: State, x: Tensor) -> Tensor:
         return self.last.apply(params, self.features(params, x))
