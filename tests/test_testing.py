@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests import plugin_models
-from upfl import models
+from tests.runs import Interrupter, StopError, assert_same, outcome, ran
+from upfl import api, models
+from upfl.config import Config
 from upfl.contract import Batch, Client, Personalized, Published, Unlabelled
+from upfl.engine.folder import RunFolder
+from upfl.engine.rounds import Engine
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.personalize.nothing import Nothing
@@ -28,7 +33,7 @@ def test_models_that_are_right_pass(name: str) -> None:
 
 def test_a_model_says_which_methods_cannot_take_it() -> None:
     models.register("no-head", lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes), nn.Tanh()))
-    assert "refit, FedADG and ODPFL-HN cannot take it" in check_model("no-head")
+    assert "refit, FedADG, FedSR and ODPFL-HN cannot take it" in check_model("no-head")
 
 
 class Leaky(plugin_models.Mlp):
@@ -160,21 +165,39 @@ def test_what_is_not_registered_is_told() -> None:
         check_training(Grasping)
 
 
-def pairs() -> list[Any]:
-    """Every training with every personalizer that fits it, on a residual network and on one with BatchNorm."""
-    full = pytest.mark.full
-    return [pytest.param(model, name, marks=full) for model in ("resnet8", "own-batchnorm") for name in TRAININGS]
+def on_modules(config: Config, tmp_path: Path) -> None:
+    """A run to the same bits by one process, by two, and stopped after its first round."""
+    expected = ran(config, tmp_path / "alone")
+    api.train(config, tmp_path / "two", workers=2)
+    folder = RunFolder.create(tmp_path / "stopped", config)
+    with pytest.raises(StopError):
+        Engine.local(folder).run(Interrupter("round", 1))
+    torch.manual_seed(77)
+    Engine.local(folder).run()
+    for other in (RunFolder.open(tmp_path / "two"), folder):
+        assert_same(outcome(other), expected)
 
 
-@pytest.mark.parametrize(("model", "name"), pairs())
-def test_every_training_that_fits_runs_on_modules_with_every_personalizer_that_fits(model: str, name: str) -> None:
+@pytest.mark.full
+@pytest.mark.bits
+@pytest.mark.parametrize("model", ["resnet8", "own-batchnorm"])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_training_that_fits_runs_on_modules_with_every_personalizer_that_fits(
+    model: str, name: str, tmp_path: Path
+) -> None:
     options = {"name": "resnet8", "width": 0.25} if model == "resnet8" else model
     sizes = ["model.sizes={}"] if TRAININGS[name].heterogeneous else []
-    try:
-        training = parts_of(small(name, options, sizes)).training
-    except ConfigError as error:
-        assert "does not fit this model" in str(error)  # noqa: PT017 - which training takes which model is not known here
+    if TRAININGS[name].refuses_models:
+        with pytest.raises(ConfigError, match="no model can be chosen for it"):
+            small(name, model, sizes)
         return
+    if (name, model) == ("odpfl-hn", "own-batchnorm"):
+        with pytest.raises(ConfigError, match="does not fit this model: a hypernetwork"):
+            parts_of(small(name, options, sizes))
+        return
+    training = parts_of(small(name, options, sizes)).training
+    fitting = [key for key, one in PERSONALIZERS.items() if one.why_not(training) is None]
     check_training(name, model=options, settings=sizes)
-    for personalizer in [key for key, one in PERSONALIZERS.items() if one.why_not(training) is None]:
+    for personalizer in fitting:
         check_personalizer(personalizer, training=name, model=options, settings=sizes)
+    on_modules(small(name, options, sizes, score=fitting).model_copy(update={"evaluate_every": 2}), tmp_path)

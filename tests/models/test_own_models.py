@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from tests import plugin_models
-from tests.runs import assert_same, outcome
+from tests.runs import Interrupter, StopError, assert_same, outcome
 from upfl import api, bundle, cli, configure, models, plugins
 from upfl.bundle.manifest import MANIFEST, SUMS
 from upfl.config import Config
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import Group
-from upfl.engine.rounds import Engine, Observer
+from upfl.engine.rounds import Engine
 from upfl.engine.setup import assemble
 from upfl.errors import BundleError, ConfigError
 
@@ -135,20 +134,8 @@ def test_workers_and_resume_give_the_same_bits(model: str, tmp_path: Path) -> No
     alone = api.train(config, tmp_path / "alone", workers=1)
     api.train(config, tmp_path / "two", workers=2)
     folder = RunFolder.create(tmp_path / "stopped", config)
-    engine = Engine.local(folder, Group(), assemble(config))
-
-    class Stop(Exception):  # noqa: N818 - it is none
-        pass
-
-    class Once(Observer):
-        def begin(self, run: Any) -> None: ...
-        def note(self, text: str) -> None: ...
-        def stage(self, what: str) -> None: ...
-        def round(self, metrics: dict[str, Any]) -> None:
-            raise Stop
-
-    with pytest.raises(Stop):
-        engine.run(Once())
+    with pytest.raises(StopError):
+        Engine.local(folder).run(Interrupter("round", 1))
     torch.manual_seed(77)
     api.resume(tmp_path / "stopped", workers=1)
     expected = outcome(RunFolder.open(alone.path))

@@ -35,7 +35,9 @@ def check_model(
         _derivatives(made, params, x, second_order=twice is None)
     remarks = [] if twice is None else [f"FedTTA's trainings cannot take it: {twice}"]
     if made.head is None:
-        remarks.append("it does not end in a linear layer with a bias: refit, FedADG and ODPFL-HN cannot take it")
+        remarks.append(
+            "it has no linear layer with a bias at its end: refit, FedADG, FedSR and ODPFL-HN cannot take it"
+        )
     if made.buffers:
         remarks.append("it has running statistics or frozen parameters, which the server averages; not for ODPFL-HN")
     return "; ".join(remarks)
@@ -103,7 +105,7 @@ def _derivatives(model: Model, params: State, x: Tensor, second_order: bool) -> 
     with torch.enable_grad(), default_generator("check", "trace"):
         z = model.learning(leaves | snapshot(still), x)
         back = torch.autograd.grad(z, list(leaves.values()), u, create_graph=second_order, materialize_grads=True)
-    _near(ours, dict(zip(leaves, back, strict=True)), "backward")
+    _agrees(ours, dict(zip(leaves, back, strict=True)), "backward")
     if not second_order:
         return
     with torch.enable_grad():
@@ -119,10 +121,10 @@ def _derivatives(model: Model, params: State, x: Tensor, second_order: bool) -> 
         f"tangent: <du, J v> is {sides[0]:.6g}, not {sides[1]:.6g}",
     )
     expected = {name: curved[i] + change[i] for i, name in enumerate(leaves)}
-    _near(dict(trace.backward_tangent(du)), expected, "backward_tangent")
+    _agrees(dict(trace.backward_tangent(du)), expected, "backward_tangent")
 
 
-def _near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what: str) -> None:
+def _agrees(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what: str) -> None:
     require(ours.keys() == theirs.keys(), f"{what}: other names")
     both = [torch.cat([state[name].detach().flatten() for name in theirs]).double() for state in (ours, theirs)]
     away = float((both[0] - both[1]).norm() / (both[1].norm() + 1e-12))
