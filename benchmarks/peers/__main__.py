@@ -9,6 +9,8 @@ all the time: under 95% of that, it was stolen. Of those with several, some wait
 tells nothing; theirs is thrown away if the rest of the machine used over 5% of all cores meanwhile. Turns go on until
 each contender has kept `--samples`, or the time is over; fewer kept samples than that are marked in the table.
 
+`--models module`: the same ConvNet as a module that a user brings, so that upfl's steps are autograd's, too.
+
 On a machine that is never calm, `--cores 1` still compares: every contender has one thread, and the CPU time of its
 processes, a column of the table, does not count what others took.
 
@@ -46,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 # rectifiers or maxima within rounding of a tie, set contenders further apart: PyTorch's own float32 steps, in its
 # default layout, differ from its float64 ones by up to 3e-3 after two steps and 3e-2 after six (results/speed.md). So
 # the check takes two steps. The MLP has few such units; the adapters are the same.
-TOLERANCE = {"convnet": 1e-2, "mlp": 1e-3}
+TOLERANCE = {"convnet": 1e-2, "mlp": 1e-3, "module": 1e-2}
 CHECKED_CLIENTS, CHECKED_ITERATIONS = 4, 2
 
 
@@ -109,7 +111,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", nargs="+", choices=("convnet", "mlp"), default=["convnet", "mlp"])
+    parser.add_argument("--models", nargs="+", choices=("convnet", "mlp", "module"), default=["convnet", "mlp"])
     parser.add_argument("--methods", nargs="+", choices=("fedavg", "fedtta"), default=["fedavg", "fedtta"])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only contenders whose names begin so (and upfl)")
     parser.add_argument("--clients", type=int, default=50)
@@ -260,7 +262,7 @@ def calm(one: Contender, sample: Sample) -> bool:
 
 def operations(work: Work, first_order: bool) -> float:
     """Floating-point operations of a round's matrix products, counted as `benchmarks.steps` counts them."""
-    model = convnet(work.shape, 10) if work.model == "convnet" else mlp(784, (200, 200), 10)
+    model = mlp(784, (200, 200), 10) if work.model == "mlp" else convnet(work.shape, 10)
     first, others = forward_operations(model, work.shape)
     passes = (2, 3) if work.method == "fedavg" else (5, 8) if first_order else (6, 12)
     return work.clients * work.iterations * (passes[0] * first + passes[1] * others)
@@ -272,6 +274,7 @@ def title(work: Work) -> str:
         "fedtta": "FedTTA",
         "convnet": "ConvNet, CIFAR-10's shape",
         "mlp": "MLP, MNIST's shape",
+        "module": "ConvNet as a torch.nn.Module, CIFAR-10's shape",
     }
     return (
         f"### {shown[work.method]}, {shown[work.model]}\n\n"

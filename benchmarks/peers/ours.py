@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.work import Pipe, Work, mapped
+from benchmarks.peers.work import ConvNet, Pipe, Work, mapped
 from benchmarks.workers import following, leading
 from upfl.config import Config, configure
 from upfl.contract import Phase
@@ -76,11 +76,17 @@ def configured(work: Work, first_order: bool = False) -> Config:
         own |= {"outer_lr": work.lr, "second_order": not first_order}
     return configure(
         work.method,
-        "cifar10" if work.model == "convnet" else "mnist",  # the model's name; the data are given
+        "mnist" if work.model == "mlp" else "cifar10",  # the model's name; the data are given
         rounds=10**9,
         evaluate_every=10**9,
         training=own,
+        model=wrapped if work.model == "module" else None,
     )
+
+
+def wrapped(shape: tuple[int, ...], classes: int) -> ConvNet:
+    """The others' ConvNet, as a user would bring it."""
+    return ConvNet()
 
 
 class Told(Observer):

@@ -35,7 +35,7 @@ Method = Literal["fedavg", "fedtta"]
 class Work:
     """A federation and what to do in a round. The rates are such that nothing diverges in a hundred rounds."""
 
-    model: Literal["convnet", "mlp"]
+    model: Literal["convnet", "mlp", "module"]  # the last is the ConvNet as a torch.nn.Module, in upfl, too
     method: Method
     clients: int = 50
     iterations: int = 20
@@ -50,7 +50,7 @@ class Work:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (3, 32, 32) if self.model == "convnet" else (1, 28, 28)
+        return (1, 28, 28) if self.model == "mlp" else (3, 32, 32)
 
     def save(self, folder: Path) -> None:
         (folder / "work.json").write_text(json.dumps(asdict(self)))
@@ -82,7 +82,7 @@ class Data:
 
     def models(self) -> list[nn.Module]:
         """psi, and for fedtta phi, as they are before the first round."""
-        models: list[nn.Module] = [ConvNet() if self.work.model == "convnet" else MLP(784, 200, 200, 10)]
+        models: list[nn.Module] = [MLP(784, 200, 200, 10) if self.work.model == "mlp" else ConvNet()]
         if self.work.method == "fedtta":
             models.append(MLP(10, 32, 32, 32, 1))
         unpack(self.start, models)
