@@ -13,7 +13,7 @@ from tests import plugin_models
 from tests.modules import SHAPE, batch, own
 from tests.reference import CLASSES, Somebody
 from upfl import models
-from upfl.contract import Published, Task, Unlabelled
+from upfl.contract import Architecture, Batch, Published, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.errors import ConfigError
 from upfl.methods import TRAININGS, make_training
@@ -66,6 +66,31 @@ def test_the_server_averages_running_statistics_and_no_step_moves_them() -> None
     for name in (name for name in after if is_buffer(name)):
         torch.testing.assert_close(after[name], (ends[0][name] + ends[1][name]) / 2)
         assert not torch.equal(after[name], server[name])
+
+
+class Holder(Somebody):
+    """A client with samples."""
+
+    def batches(self, split: Any, size: int) -> Any:
+        yield batch(self.count, 3)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in TRAININGS.items() if kind.takes_steps])
+def test_a_step_of_every_training_is_in_training_mode_and_leaves_no_running_statistic_as_it_was(name: str) -> None:
+    model = own("own-batchnorm")
+    task = Task(model, CLASSES, 2, {"": Architecture(model)}, torch.zeros(4, *SHAPE))
+    if TRAININGS[name].why_not(task):
+        assert name == "odpfl-hn"
+        return
+    training, client = make_training(name, task, TRAININGS[name].Hyper()), Holder()
+    carry = training.begin(training.init(generator(1)), training.memory(client), client)
+    before = {key: value.clone() for key, value in carry.items() if key.startswith("psi.buffers.")}
+    phase, given = training.phases(0)[-1], batch(16, 0)
+    noise = {key: torch.randn(16, one.size, generator=generator(key)) for key, one in phase.noise.items()}
+    with torch.no_grad():
+        carry, _ = phase.step(carry, Batch(given.x, given.y, noise=noise), 0)
+    assert before
+    assert not [key for key, value in before.items() if torch.equal(value, carry[key])]
 
 
 def test_scaffold_and_fedgma_take_the_mean_of_running_statistics() -> None:
