@@ -235,6 +235,17 @@ def test_whitening_and_filters_are_what_the_equations_say(mirror: bool, tmp_path
     torch.testing.assert_close(server["filters"].norm(dim=1), torch.ones(6).double())
 
 
+def test_each_pass_counts_anew_and_a_pass_of_several_rounds_goes_on() -> None:
+    training: Any = assemble(config_of("iterations=2", clients_per_round=1)).training
+    total = {name: torch.ones_like(value) for name, value in training._no_sums("filters").items()}
+    first = 2 * training.rounds_a_pass  # whitening, filters, filters
+    for round, kept in ((first, 0), (first + 1, 5)):
+        server = training.init(generator(0))
+        server |= {name: value + 5 for name, value in server.items() if name.startswith("sum.filters.")}
+        after = training.aggregate(server, total, round)
+        assert all((after[f"sum.filters.{name}"] == 1 + kept).all() for name in total)
+
+
 # Who holds what
 
 
