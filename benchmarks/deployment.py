@@ -2,6 +2,8 @@
 
 A SuperLink and two SuperNodes as processes, with TLS and authenticated nodes; each node has digits of its own in a
 file. Prints the run's log lines that say how long each exchange with the nodes took, and how long the run took.
+With --secure, sums are secure. With --rejoin N, no run: node 1 is killed N times and started every five seconds, as the
+unit of docs/deploy.md has it, until the link takes it again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from upfl.flower.keys import make_keys
 ROOT, BIN = Path(__file__).parents[1], Path(sys.executable).parent
 APP = 'method="fedavg" score="label-shift" set="rounds=2 iterations=100 evaluate_every=2" min-nodes=2'
 SAMPLES = 300  # on each node
+RESTART = 5.0  # seconds after which systemd starts a node again
 
 
 class Deployment:
@@ -121,31 +124,53 @@ def own_data(folder: Path, nodes: int) -> Path:
     return task
 
 
+def rejoin(deployment: Deployment, start: Callable[[], None]) -> float:
+    """Seconds from a node's crash until the link takes it again, where the system starts it five seconds after it ended."""
+    before, began = deployment.activated(), time.monotonic()
+    deployment.processes["node-1"].kill()
+    deployment.processes["node-1"].wait()
+    while deployment.activated() == before:
+        time.sleep(RESTART)
+        start()
+        deployment.wait(lambda: deployment.activated() > before or deployment.processes["node-1"].poll() is not None)
+    return time.monotonic() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cold", action="store_true", help="Flower's own way: a new process for every message")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--set", default="", help="further run-config, as in 'secure=true'")
+    parser.add_argument("--secure", action="store_true")
+    parser.add_argument("--rejoin", type=int, default=0, metavar="N")
     given = parser.parse_args()
     print(json.dumps(machine()), flush=True)
     with tempfile.TemporaryDirectory(prefix="upfl-deployment-") as name:
         folder = Path(name)
-        task = own_data(folder, given.nodes)
-        deployment = Deployment(folder, given.nodes)
+        task, deployment = own_data(folder, given.nodes), Deployment(folder, given.nodes)
+        keys = deployment.keys
+
+        def start(number: int) -> None:
+            config = f'client={number - 1} data="{folder / f"mine-{number - 1}.npz"}"'
+            if given.secure:
+                config += f' secure=true key="{keys / f"node-{number}.key"}" peers="{keys / "peers"}"'
+            deployment.node(number, config, not given.cold)
+
         try:
             deployment.link()
             for number in range(1, given.nodes + 1):
-                deployment.node(
-                    number, f'client={number - 1} data="{folder / f"mine-{number - 1}.npz"}"', not given.cold
-                )
+                start(number)
             deployment.wait(lambda: deployment.activated() == given.nodes)
-            seconds, said = deployment.run(f'{APP} task="{task}" {given.set}', folder / "run")
+            for _ in range(given.rejoin):
+                print(f"back after {rejoin(deployment, lambda: start(1)):.0f} s", flush=True)
+            if given.rejoin:
+                return
+            secure = " secure=true" if given.secure else ""
+            seconds, said = deployment.run(f'{APP} task="{task}"{secure}', folder / "run")
             for line in said.splitlines():
-                if found := re.search(r"[^:]*: \d+ of \d+ replies in .*", line):
+                if found := re.search(r"[^\x1b:]*(: \w+)?: \d+ of \d+ replies in .*", line):
                     print(found[0].strip(), flush=True)
             print(f"the run: {seconds:.0f} s", flush=True)
-            for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-                print(line)
+            print((folder / "run" / "metrics.jsonl").read_text())
         finally:
             deployment.stop()
 
