@@ -28,7 +28,7 @@ from upfl import data
 from upfl.flower.keys import make_keys
 
 ROOT, BIN = Path(__file__).parents[1], Path(sys.executable).parent
-APP = 'method="fedavg" score="label-shift" set="rounds=2 iterations=100 evaluate_every=2" min-nodes=2'
+APP = 'method="fedavg" set="rounds=2 iterations=100 evaluate_every=2" min-nodes=2'
 SAMPLES = 300  # on each node
 RESTART = 5.0  # seconds after which systemd starts a node again
 
@@ -125,7 +125,7 @@ def own_data(folder: Path, nodes: int) -> Path:
 
 
 def rejoin(deployment: Deployment, start: Callable[[], None]) -> float:
-    """Seconds from a node's crash until the link takes it again, where the system starts it five seconds after it ended."""
+    """Seconds from a node's crash until the link takes it again, where the system starts it again and again."""
     before, began = deployment.activated(), time.monotonic()
     deployment.processes["node-1"].kill()
     deployment.processes["node-1"].wait()
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="Flower's own way: a new process for every message")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--secure", action="store_true")
+    parser.add_argument("--score", default="label-shift")
     parser.add_argument("--rejoin", type=int, default=0, metavar="N")
     given = parser.parse_args()
     print(json.dumps(machine()), flush=True)
@@ -165,7 +166,8 @@ def main() -> None:
             if given.rejoin:
                 return
             secure = " secure=true" if given.secure else ""
-            seconds, said = deployment.run(f'{APP} task="{task}"{secure}', folder / "run")
+            about = f'{APP} score="{given.score}" task="{task}"{secure}'
+            seconds, said = deployment.run(about, folder / "run")
             for line in said.splitlines():
                 if found := re.search(r"[^\x1b:]*(: \w+)?: \d+ of \d+ replies in .*", line):
                     print(found[0].strip(), flush=True)
