@@ -17,6 +17,7 @@ from tests.plugin_methods import lines, result, server, small
 from upfl.errors import StoppedError
 from upfl.flower.keys import make_keys
 from upfl.flower.messages import ARRAYS, FACTS, SECURE, from_record, to_record
+from upfl.flower.training_node import TrainingNode
 
 ALL = {"clients_per_round": 1.0}
 QUICK = ["fedavg", "scaffold", "hetero-fedtta", "closed-form"]
@@ -279,6 +280,24 @@ def test_a_link_that_names_the_same_sum_otherwise_is_refused(keys: Path, tmp_pat
             message.content[SECURE] = ConfigRecord({**record, "name": "train/77"})
 
     cheated(keys, tmp_path / "run", rename, r"the sum train/77 is not what it is asked for \(train/0\)")
+
+
+def test_a_node_whose_part_is_no_number_keeps_it_and_says_nothing_of_it(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = TrainingNode.trained
+
+    def spoiled(node: TrainingNode) -> Any:
+        up = dict(trained(node))
+        return up | {"psi.fc1.bias": up["psi.fc1.bias"] * float("inf")} if node.id == 3 else up
+
+    monkeypatch.setattr(TrainingNode, "trained", spoiled)
+    federated(small("fedavg", rounds=1, **ALL), tmp_path / "run", LinkGrid(secure_nodes(keys)), secure=True)
+    (left_out,) = lines(tmp_path / "run")[0]["left_out"]
+    assert left_out == {
+        "client": 3,
+        "reason": "what it has to add is not finite, too large, or not of the expected form",
+    }
 
 
 def test_an_owner_decides_how_few_a_sum_may_be_over(keys: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
     terms.py      what a run is: its configuration, what samples look like; what a node says about itself
     messages.py   state to Flower's records and back, without trust in the other side
-    client.py     the ClientApp: a node trains, validates, personalizes
+    client.py     the ClientApp: what a node answers
+    training_node.py  what a training node computes for that: rounds, fits, scores, with its memory
     server.py     the ServerApp: the engine's rounds, over a cohort of nodes
     cohort.py     the nodes as the engine's clients
     handout.py    handing a bundle to nodes that are newcomers
     privacy.py    clipping, noise, and the budget that they cost
-    secure/       sums of which the link learns nothing but the sum
+    secure/       secure sums: the protocol, without Flower
+    masked.py     a node's side of it over messages; sums.py: the link's
     node.py       a SuperNode whose process stays warm between messages
     keys.py       certificates and keys for a trial
 

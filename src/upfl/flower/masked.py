@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor
 
 from upfl.engine.fold import FixedPointSum
-from upfl.errors import ConfigError
+from upfl.errors import BadClientError, ConfigError
 from upfl.flower.messages import ARRAYS, SECURE, facts_of, to_record
 from upfl.flower.privacy import clipped
 from upfl.flower.secure import Advert, Member, RefusedError, Session
@@ -121,7 +121,10 @@ def _vector(node: TrainingNode, session: Session) -> Vector:
     if up.keys() != set(names):
         raise RefusedError("what is to be added has other names than what it computed")
     total = FixedPointSum({name: up[name] for name in names}, int(node.facts["clients"]), scales)
-    total.add(up)
+    try:
+        total.add(up)
+    except BadClientError as error:  # whose message has values in it
+        raise RefusedError("what it has to add is not finite, too large, or not of the expected form") from error
     if work == "train" and node.terms.privacy:
         node.terms.privacy.check(up)
         node.terms.privacy.disturb(total, session.threshold)
