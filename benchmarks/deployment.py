@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from upfl import data
+from upfl.data.forms import Pixels
 from upfl.flower.keys import make_keys
 
 ROOT, BIN = Path(__file__).parents[1], Path(sys.executable).parent
@@ -115,11 +116,12 @@ def own_data(folder: Path, nodes: int) -> Path:
     source, order = data.load("digits"), np.random.default_rng(0)
     for node in range(nodes):
         chosen = order.choice(len(source.labels), SAMPLES, replace=False)
-        np.savez(folder / f"mine-{node}.npz", x=source.images[chosen], y=source.labels[chosen])
-    task = folder / "task.toml"
+        np.savez(folder / f"mine-{node}.npz", x=source.x[chosen], y=source.labels[chosen])
+    task, form = folder / "task.toml", source.form
+    assert isinstance(form, Pixels)
     task.write_text(
         f'name = "my digits"\nclasses = {json.dumps(source.class_names)}\nclients = {nodes}\n'
-        f"[input]\nshape = [1, 8, 8]\nscale = {source.scale}\nmean = {list(source.mean)}\nstd = {list(source.std)}\n"
+        f"[input]\nshape = [1, 8, 8]\nscale = {form.scale}\nmean = {list(form.mean)}\nstd = {list(form.std)}\n"
     )
     return task
 

@@ -34,8 +34,9 @@ from benchmarks.memory import descendants, proportional
 from benchmarks.workers import following, leading
 from upfl.config import Config, configure
 from upfl.data.federation import Federation, build_federation
+from upfl.data.forms import Pixels
 from upfl.data.partition import Partition
-from upfl.data.sources import Source
+from upfl.data.source import Source
 from upfl.engine.rounds import Engine, Observer
 from upfl.engine.setup import assemble
 
@@ -143,7 +144,8 @@ def configured(setting: Setting) -> Config:
 def federation(images: Path, config: Config) -> Federation:
     pixels = np.memmap(images, np.uint8, "r", shape=(SAMPLES, *SHAPE))
     labels = np.memmap(images.with_suffix(".labels"), np.int64, "r", shape=(SAMPLES,))
-    source = Source("synthetic", pixels, labels, tuple("0123456789"), SAMPLES, None, 255.0, (0.5,), (0.25,))
+    form = Pixels(shape=SHAPE, scale=255.0, mean=(0.5,), std=(0.25,))
+    source = Source("synthetic", pixels, labels, tuple("0123456789"), SAMPLES, None, form)
     partition = Partition.model_validate(config.partition.model_dump())
     return build_federation(source, partition, config.partition_seed)
 

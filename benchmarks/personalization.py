@@ -24,9 +24,10 @@ from benchmarks.machine import machine
 from upfl.config import configure
 from upfl.contract import Personalizer, Published, Task, Training, Unlabelled
 from upfl.data.federation import build_federation
+from upfl.data.forms import Pixels
 from upfl.data.inputs import Inputs
 from upfl.data.partition import Partition
-from upfl.data.sources import Source
+from upfl.data.source import Source
 from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.clients import LocalClient
 from upfl.engine.fitting import fit_needs
@@ -98,9 +99,7 @@ def prepared(name: str, model: str, shape: tuple[int, int, int]) -> tuple[Person
         tuple("0123456789"),
         len(labels),
         None,
-        255.0,
-        (0.5,) * channels,
-        (0.25,) * channels,
+        Pixels(shape=shape, scale=255.0, mean=(0.5,) * channels, std=(0.25,) * channels),
     )
     federation, inputs = build_federation(source, Partition(kind="iid", clients=2 * CLIENTS), 0), Inputs(source)
     for kind in ("fedavg", "fedtta-prox", "fedper"):

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from upfl.contract import CrossFitted, Personalizer, Published, Task
 from upfl.data.federation import Clients, Federation
+from upfl.data.forms import Pixels
 from upfl.data.inputs import Inputs
-from upfl.data.sources import Source
+from upfl.data.source import Source
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.methods import make_personalizer, personalizer_class
@@ -67,7 +68,8 @@ class World:
         train, new = _clients(padded[0], 0, 1), _clients(self.new_logits, sum(map(len, padded[0])), 0)
         names = tuple(map(str, range(self.classes)))
         pixels = np.zeros((len(x), 1, 1, 1), np.uint8)
-        source = Source("synthetic", pixels, y.numpy(), names, len(y), None, 255.0, (0.0,), (1.0,))
+        form = Pixels(shape=(1, 1, 1), scale=255.0, mean=(0.0,), std=(1.0,))
+        source = Source("synthetic", pixels, y.numpy(), names, len(y), None, form)
         return Federation(source, train, new, np.empty(0, np.int64), ()), Given(x, y)
 
     def personalizer(self, name: str, **hyper: Any) -> Personalizer[Any]:

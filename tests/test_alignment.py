@@ -105,7 +105,7 @@ def test_a_run_its_resumption_its_scores_and_its_bundle_compute_in_line(
     Scorer(engine.folder).score(inductive=True)
     export(api.Run(tmp_path / "run"), tmp_path / "bundle")
     bundle = Bundle.load(tmp_path / "bundle")
-    images = engine.federation.source.images[engine.federation.new.all(0)]
+    images = engine.federation.source.x[engine.federation.new.all(0)]
     architecture = engine.federation.architecture("new", 0) or None
     for personalizer in bundle.personalizers:
         mine = bundle.personalize(images, personalizer, architecture=architecture)

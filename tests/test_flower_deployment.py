@@ -189,9 +189,9 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     source = data.load("digits")
     rng = np.random.default_rng(0)
     order = rng.permutation(len(source.labels))
-    np.savez(tmp_path / "hospital.npz", x=source.images[order[:300]], y=source.labels[order[:300]])
+    np.savez(tmp_path / "hospital.npz", x=source.x[order[:300]], y=source.labels[order[:300]])
     mine = order[600:][np.isin(source.labels[order[600:]], [3, 8])]
-    np.save(tmp_path / "mine.npy", source.images[mine])
+    np.save(tmp_path / "mine.npy", source.x[mine])
 
     deployment.superlink()
     for number in (1, 2, 3, 4):
@@ -232,10 +232,10 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     run = deployment.run(f'{RUN} mode="personalize" bundle="{out / "bundle"}" min-nodes=1')
     deployment.finish(run)
     labels = np.array(source.class_names)[source.labels[mine]]
-    before = Bundle.load(out / "bundle").personalize(source.images[mine]).personalized
+    before = Bundle.load(out / "bundle").personalize(source.x[mine]).personalized
     assert before is not None
     accuracy_before = float((before.before.argmax(1).numpy() == source.labels[mine]).mean())
-    accuracy = float((PersonalModel.load(tmp_path / "me").predict(source.images[mine]) == labels).mean())
+    accuracy = float((PersonalModel.load(tmp_path / "me").predict(source.x[mine]) == labels).mean())
     assert accuracy > accuracy_before + 0.02
     told = [line for line in deployment.command("log", run, "upfl", "--show").splitlines() if '"samples"' in line]
     (newcomer,) = [json.loads(line[line.index("{") : line.index("}") + 1]) for line in told]

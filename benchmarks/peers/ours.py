@@ -18,8 +18,9 @@ from benchmarks.workers import following, leading
 from upfl.config import Config, configure
 from upfl.contract import Phase
 from upfl.data.federation import Clients, Federation
+from upfl.data.forms import Pixels
 from upfl.data.inputs import Inputs
-from upfl.data.sources import Source
+from upfl.data.source import Source
 from upfl.engine.clients import LocalClient
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -59,7 +60,8 @@ def given(work: Work, folder: Path) -> Federation:
     pixels = np.memmap(folder / "pixels", np.uint8, "r", shape=(count, *work.shape))
     labels = np.fromfile(folder / "y", np.int64)
     names, channels = tuple(map(str, range(CLASSES))), work.shape[0]
-    source = Source("synthetic", pixels, labels, names, count, None, 255.0, (0.5,) * channels, (0.25,) * channels)
+    form = Pixels(shape=work.shape, scale=255.0, mean=(0.5,) * channels, std=(0.25,) * channels)
+    source = Source("synthetic", pixels, labels, names, count, None, form)
     offsets = np.arange(work.clients + 1) * work.samples
     training = Clients(np.arange(count), offsets, np.full(work.clients, work.samples), np.zeros(work.clients))
     new = Clients(np.arange(work.samples), offsets[:2], np.zeros(1, np.int64), np.zeros(1))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from upfl.bundle import Bundle, PersonalModel, export
     from upfl.config import Config, configure
     from upfl.contract import Personalized, Unlabelled
-    from upfl.data import Federation, Partition, build_federation
+    from upfl.data import Federation, Partition, Source, build_federation
 
 __all__ = [
     "Bundle",
@@ -25,6 +25,7 @@ __all__ = [
     "PersonalModel",
     "Personalized",
     "Run",
+    "Source",
     "Unlabelled",
     "__version__",
     "accuracy",
@@ -39,7 +40,7 @@ _MODULES = {
     "api": ("Run", "accuracy", "resume", "train"),
     "bundle": ("Bundle", "PersonalModel", "export"),
     "config": ("Config", "configure"),
-    "data": ("Federation", "Partition", "build_federation"),
+    "data": ("Federation", "Partition", "Source", "build_federation"),
     "contract": ("Personalized", "Unlabelled"),
 }
 

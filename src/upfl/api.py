@@ -15,7 +15,9 @@ from torch import Tensor
 from upfl import plugins
 from upfl.config import Config
 from upfl.contract import Personalized, Personalizer, Published, Training, Unlabelled
+from upfl.data import kept
 from upfl.data.federation import Federation
+from upfl.data.source import Source
 from upfl.engine.clients import newcomer
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
@@ -25,9 +27,24 @@ from upfl.errors import RunError
 from upfl.methods import make_personalizer, row_name
 
 
-def train(config: Config, out: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
-    """Train a federation into the new run folder `out`, with one worker process a core unless told otherwise."""
+def train(
+    config: Config,
+    out: str | Path,
+    *,
+    source: Source | None = None,
+    workers: int | None = None,
+    observer: Observer | None = None,
+) -> Run:
+    """Train a federation into the new run folder `out`, with one worker process a core unless told otherwise.
+
+    A data set that is in memory is given as `source`. It is kept among the data sets that were added, so that workers
+    and whoever resumes or exports the run find it; `upfl data remove` takes it away again.
+    """
     path = Path(out)
+    if source is not None:
+        if source.name != config.dataset:
+            raise RunError(f"the configuration is for '{config.dataset}', and the source is '{source.name}'")
+        kept.keep(source)
     setup = assemble(config)  # what cannot start leaves no folder behind
     if not under_torchrun() or os.environ["RANK"] == "0":
         RunFolder.create(path, config)

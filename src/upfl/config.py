@@ -16,12 +16,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from upfl.data import NAMES
-from upfl.data.partition import Partition, default_partition
+from upfl import models
+from upfl.data.forms import Tokens
+from upfl.data.partition import Partition
+from upfl.data.source import Source
+from upfl.data.sources import Facts, partition_of, training_clients
+from upfl.data.sources import describe as describe_data
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class, resolve, training_class
 from upfl.model_config import ModelConfig as ModelConfig
-from upfl.model_config import chosen
+from upfl.model_config import chosen, own_model
 from upfl.safe import parse
 from upfl.suggest import unknown
 
@@ -139,9 +143,14 @@ HELD_OUT = 0.2
 ROUNDS = ("rounds", "clients_per_round", "evaluate_every")  # what a training that asks clients in turn settles itself
 
 
+# Where the paper has no values: by what the data are. What a run takes is in its config.toml, and `upfl search` looks
+# for better ones.
+OWN_ROUNDS, OWN_PARTICIPANTS, OWN_SCORED = 100, 100, 1000
+
+
 def configure(
     method: str,
-    dataset: str,
+    dataset: str | Source,
     *,
     profile: str | None = None,
     file: Path | None = None,
@@ -150,6 +159,8 @@ def configure(
     **options: Any,
 ) -> Config:
     """The complete description of a run. Options that are None do not count."""
+    facts = describe_data(dataset)
+    dataset = facts.name
     from_file = read_toml(file) if file else {}
     for key, asked in (("method", method), ("dataset", dataset)):
         if from_file.get(key, asked) != asked:
@@ -157,12 +168,10 @@ def configure(
     profile = profile or str(from_file.get("profile", "paper"))
     if profile not in PROFILES:
         raise unknown("profile", profile, PROFILES)
-    if dataset not in NAMES:
-        raise unknown("data set", dataset, NAMES)
     training, personalizers = resolve(method)
     _check_tables(from_file, str(file))
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
-    values = _defaults(dataset, profile, training, tuple(scored))
+    values = _defaults(facts, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
     asked = given.pop("model", None)
     if asked and not isinstance(asked, Mapping) and (reason := training_class(training).refuses_models):
@@ -182,22 +191,34 @@ def configure(
         )
     for setting in settings:
         _set(values, setting)
-    values["partition"] = default_partition(dataset).revised(values["partition"])
+    if isinstance(facts.form, Tokens) and "vocabulary" in models.entry(values["model"]["name"]).Hyper.model_fields:
+        values["model"].setdefault("vocabulary", facts.form.vocabulary)
+    partition = values["partition"] = partition_of(facts).revised(values["partition"])
+    clients = training_clients(partition, facts)
+    if facts.own:
+        _set_own_scale(values, clients, partition.clients - clients, in_turn)
     if in_turn:
-        values.setdefault("rounds", rounds_needed(values, values["partition"].clients))
+        values.setdefault("rounds", rounds_needed(values, clients))
         values.setdefault("evaluate_every", values["rounds"])  # before the last pass there is nothing to score
     config: Config = validated(Config, values, str(file) if file else "the configuration")
     return config
 
 
 def rounds_needed(values: Mapping[str, Any], clients: int) -> int:
-    """How many rounds a training takes that asks its clients, half of all, in turn; others may stop at any round."""
+    """How many rounds a training takes that asks so many training clients in turn; others may stop at any round."""
     kind, asked = training_class(values["training"]["name"]), values.get("clients_per_round")
     hyper = validated(
         kind.Hyper, {key: value for key, value in values["training"].items() if key != "name"}, "training"
     )
-    half = (clients + 1) // 2
-    return kind.passes(hyper) * -(-half // participants(asked, half))
+    return kind.passes(hyper) * -(-clients // participants(asked, clients))
+
+
+def _set_own_scale(values: dict[str, Any], training: int, new: int, in_turn: bool) -> None:
+    """A run's scale on data of one's own, where nothing is said: many clients are asked and scored in part."""
+    if training > OWN_PARTICIPANTS and not in_turn:
+        values.setdefault("clients_per_round", OWN_PARTICIPANTS)
+    if max(training, new) > OWN_SCORED:
+        values.setdefault("evaluate_clients", OWN_SCORED)
 
 
 def participants(asked: float | None, clients: int) -> int:
@@ -240,13 +261,13 @@ def paper_model(dataset: str) -> ModelConfig:
     return ModelConfig(name="convnet", hidden=2048 if dataset == "femnist" else 512)
 
 
-def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
-    searched = _searched(dataset)
+def _defaults(facts: Facts, profile: str, training: str, personalizers: tuple[str, ...]) -> dict[str, Any]:
+    dataset, searched = facts.name, _searched(facts.name)
     for name in personalizers:
         personalizer_class(name)
     return {
-        **({} if training_class(training).in_turn else {"rounds": paper()["rounds"][dataset]}),
-        "model": paper_model(dataset).model_dump(exclude={"sizes"}),
+        **({} if training_class(training).in_turn else {"rounds": paper()["rounds"].get(dataset, OWN_ROUNDS)}),
+        "model": (own_model(facts.form) if facts.own else paper_model(dataset)).model_dump(exclude={"sizes"}),
         "partition": {"public": PUBLIC[profile], "held_out": HELD_OUT}
         if training_class(training).heterogeneous
         else {},
@@ -257,7 +278,7 @@ def _defaults(dataset: str, profile: str, training: str, personalizers: tuple[st
 
 def _searched(dataset: str) -> dict[str, Any]:
     """What the paper searched for a data set; digits takes MNIST's values, but for what is its own."""
-    return paper()["mnist"] | paper()["digits"] if dataset == "digits" else dict(paper()[dataset])
+    return paper()["mnist"] | paper()["digits"] if dataset == "digits" else dict(paper().get(dataset, {}))
 
 
 def _personalizer_defaults(searched: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from upfl import models
 from upfl.contract import Architecture
+from upfl.data.forms import Form, Pixels, Tokens
 from upfl.errors import ConfigError
 from upfl.suggest import unknown
 
@@ -79,6 +80,15 @@ class ModelConfig(_Options):
         return {
             name: Architecture(self.build(shape, classes, size), size.adaptation) for name, size in self.sizes.items()
         }
+
+
+def own_model(form: Form) -> ModelConfig:
+    """The model for data of one's own where none is named."""
+    if isinstance(form, Tokens):
+        return ModelConfig(name="embedding", vocabulary=form.vocabulary)
+    if isinstance(form, Pixels) and min(form.shape[1:]) >= 16:
+        return ModelConfig(name="convnet", hidden=512)
+    return ModelConfig(name="mlp", hidden=200)
 
 
 def chosen(

@@ -20,15 +20,15 @@ TOLERANCE = 1e-4  # of a probability
 
 
 class _WithNormalization(nn.Module):
-    """images in [0, 1], channels first, to probabilities."""
+    """Samples as they are (images in [0, 1], channels first; features; tokens) to probabilities."""
 
     def __init__(self, mine: PersonalModel) -> None:
         super().__init__()
         self.predictor = mine.predictor
-        self.factor, self.offset = mine.manifest.task.input.affine(1.0)
+        self.form = mine.manifest.task.input
 
-    def forward(self, images: Tensor) -> Tensor:
-        predictor, x = self.predictor, images * self.factor + self.offset
+    def forward(self, samples: Tensor) -> Tensor:
+        predictor, x = self.predictor, self.form.unit(samples)
         logits = torch.stack([predictor.training.logits(params, x) for params in predictor.params]).mean(0)
         logits = logits / predictor.temperature
         return (logits if predictor.bias is None else logits + predictor.bias).softmax(1)
@@ -43,16 +43,17 @@ def export(mine: PersonalModel, out: Path) -> float:
     except ImportError as error:
         raise BundleError(f"ONNX export needs `pip install 'upfl[onnx]'` ({error.name} is missing)") from error
     model = _WithNormalization(mine).eval()
-    example = torch.rand(3, *mine.manifest.task.input.shape)
+    form = mine.manifest.task.input
+    example = form.example(3, random=True)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here needs
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter, about itself
         program = torch.onnx.export(
             model,
             (example,),
-            input_names=["images"],
+            input_names=[form.noun],
             output_names=["probabilities"],
-            dynamic_shapes={"images": {0: torch.export.Dim("n", min=1)}},
+            dynamic_shapes={"samples": {0: torch.export.Dim("n", min=1)}},
             dynamo=True,
             verbose=False,
         )
@@ -67,8 +68,8 @@ def export(mine: PersonalModel, out: Path) -> float:
     onnx.checker.check_model(proto)
     content = proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    difference = max(_difference(session, model, example[:1].repeat(n, 1, 1, 1)) for n in (1, 3))
-    difference = max(difference, _difference(session, model, torch.rand(7, *example.shape[1:])))
+    trials = [example[[0] * n] for n in (1, 3)] + [form.example(7, random=True)]
+    difference = max(_difference(session, model, trial, form.noun) for trial in trials)
     if not difference < TOLERANCE:
         raise BundleError(f"{out}: not written, because ONNX Runtime differs from PyTorch by {difference:.2g}")
     try:
@@ -80,8 +81,8 @@ def export(mine: PersonalModel, out: Path) -> float:
     return difference
 
 
-def _difference(session: Any, model: nn.Module, images: Tensor) -> float:
+def _difference(session: Any, model: nn.Module, samples: Tensor, name: str) -> float:
     with torch.no_grad():
-        expected = model(images).numpy()
-    (found,) = session.run(["probabilities"], {"images": images.numpy()})
+        expected = model(samples).numpy()
+    (found,) = session.run(["probabilities"], {name: samples.numpy()})
     return float(np.abs(found - expected).max())

@@ -21,7 +21,7 @@ from upfl import api
 from upfl.bundle import Bundle, PersonalModel, export
 from upfl.bundle.manifest import PersonalManifest, TaskSection, TrainingSection
 from upfl.contract import Diary, Estimate, Unlabelled
-from upfl.data.inputs import InputFormat
+from upfl.data.forms import Pixels
 from upfl.errors import BundleError, ConfigError
 from upfl.methods import TRAININGS
 from upfl.models import convnet, described, mlp
@@ -119,7 +119,7 @@ def test_whatever_a_diary_holds_comes_back(entropy: list[float], value: float) -
     manifest = PersonalManifest(
         made_with="upfl",
         task=TaskSection(
-            name="t", classes=("a  b", "[c]"), input=InputFormat(shape=(1, 2, 2), scale=1, mean=(0,), std=(1,))
+            name="t", classes=("a  b", "[c]"), input=Pixels(shape=(1, 2, 2), scale=1, mean=(0,), std=(1,))
         ),
         model=(),
         training=TrainingSection(name="fedavg", clients=1, round=0, hyper={}),
@@ -163,7 +163,7 @@ def test_nothing_of_the_training_data_and_no_memory_is_in_a_bundle(
         run, out = run_of(name), tmp_path / name
         export(run, out)
         content = b"".join(file.read_bytes() for file in out.rglob("*") if file.is_file())
-        for image in run.federation.source.images[::50]:
+        for image in run.federation.source.x[::50]:
             for value in (image, image.astype(np.float32), run.setup.inputs.x(np.array([0]))[0].numpy()):
                 assert value.tobytes() not in content
         for file in (run.path / "memory").rglob("*.safetensors"):

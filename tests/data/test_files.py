@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from upfl.data.files import Samples, from_array, load_labelled, load_unlabelled
+from upfl.data.files import from_array, load_labelled, load_unlabelled
+from upfl.data.samples import Samples
 from upfl.errors import ConfigError, DataError
 
 GREY, COLOUR = (1, 8, 6), (3, 8, 6)  # not square: swapped sides show
@@ -43,8 +44,8 @@ def idx_bytes(values: NDArray[np.uint8]) -> bytes:
 
 def assert_holds(samples: Samples, expected: NDArray[np.uint8]) -> None:
     channels_last = expected if expected.ndim == 4 else expected[..., None]
-    assert samples.images.dtype == np.uint8
-    np.testing.assert_array_equal(samples.images, channels_last.transpose(0, 3, 1, 2))
+    assert samples.x.dtype == np.uint8
+    np.testing.assert_array_equal(samples.x, channels_last.transpose(0, 3, 1, 2))
     assert samples.scale == 255
     assert len(samples.names) == len(samples) == len(expected)
 
@@ -95,7 +96,7 @@ def test_floats_are_fractions_of_full_intensity() -> None:
     values = pixels(GREY) / 255
     samples = from_array(values, GREY)
     assert samples.scale == 1
-    np.testing.assert_array_equal(samples.images[:, 0], values.astype(np.float32))
+    np.testing.assert_array_equal(samples.x[:, 0], values.astype(np.float32))
 
 
 def test_integers_run_to_the_scale_of_the_data_set() -> None:
@@ -170,7 +171,7 @@ def test_grey_serves_colour_and_equal_channels_are_grey(tmp_path: Path) -> None:
     grey = pixels(GREY)
     save_images(tmp_path / "grey", grey)
     save_images(tmp_path / "equal", np.repeat(grey[..., None], 3, axis=3))
-    repeated = load_unlabelled(tmp_path / "grey", COLOUR).images
+    repeated = load_unlabelled(tmp_path / "grey", COLOUR).x
     np.testing.assert_array_equal(repeated, np.repeat(grey[:, None], 3, axis=1))
     assert_holds(load_unlabelled(tmp_path / "equal", GREY), grey)
 
@@ -246,7 +247,7 @@ def test_a_flipped_bit_gives_pixels_or_a_data_error(
         samples = load_unlabelled(file, GREY)
     except DataError:
         return
-    assert samples.images.shape[1:] == GREY
+    assert samples.x.shape[1:] == GREY
 
 
 def test_folders_and_files_without_samples_are_named(tmp_path: Path) -> None:

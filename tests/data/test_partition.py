@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from upfl.data import Federation, Partition, Source, build_federation, class_counts, default_partition, load
-from upfl.data.partition import Holdings, by_writer, dirichlet, iid, pathological, superclass
+from upfl.data.forms import Pixels
+from upfl.data.partition import Holdings, by_client, dirichlet, iid, pathological, superclass
 from upfl.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
@@ -36,14 +37,12 @@ def assert_each_once(holdings: Holdings, count: int) -> None:
 def small_source(labels: Indices, *, train_count: int | None = None, groups: Indices | None = None) -> Source:
     return Source(
         name="small",
-        images=np.zeros((len(labels), 1, 2, 2), np.uint8),
+        x=np.zeros((len(labels), 1, 2, 2), np.uint8),
         labels=labels,
         class_names=tuple(f"class {label}" for label in range(int(labels.max()) + 1)),
         train_count=len(labels) if train_count is None else train_count,
         groups=groups,
-        scale=255.0,
-        mean=(0.0,),
-        std=(1.0,),
+        form=Pixels(shape=(1, 2, 2), scale=255.0, mean=(0.0,), std=(1.0,)),
     )
 
 
@@ -115,15 +114,16 @@ def test_superclass_clients_hold_everything_once_and_one_superclass_each(
 
 
 @given(labelled(), st.integers(2, 8), st.integers(0, 10), seeds)
-def test_a_writer_client_holds_all_of_one_writer(groups: Indices, clients: int, minimum: int, seed: int) -> None:
+def test_a_natural_client_holds_all_of_one_group(groups: Indices, clients: int, minimum: int, seed: int) -> None:
     sizes = np.bincount(groups)
     if (sizes >= minimum).sum() < clients:
         with pytest.raises(DataError, match=f"at least {minimum} samples"):
-            by_writer(groups, clients, minimum, rng(seed))
+            by_client(groups, clients, minimum, rng(seed))
         return
-    holdings = by_writer(groups, clients, minimum, rng(seed))
+    holdings, drawn = by_client(groups, clients, minimum, rng(seed))
     owners = [np.unique(groups[holding]).item() for holding in holdings]
     assert len(set(owners)) == clients
+    assert owners == drawn.tolist()
     for owner, holding in zip(owners, holdings, strict=True):
         assert len(np.unique(holding)) == len(holding) == sizes[owner] >= minimum
 
@@ -156,7 +156,7 @@ def test_iid_clients_hold_everything_once_in_equal_parts(count: int, clients: in
 
 @st.composite
 def partitions(draw: st.DrawFn, clients: int = 20) -> Partition:
-    kind = draw(st.sampled_from(["pathological", "superclass", "writer", "dirichlet", "iid"]))
+    kind = draw(st.sampled_from(["pathological", "shard", "superclass", "natural", "dirichlet", "iid"]))
     fractions = st.floats(0, 0.9)
     values: dict[str, Any] = {
         "kind": kind,
@@ -171,7 +171,7 @@ def partitions(draw: st.DrawFn, clients: int = 20) -> Partition:
         values |= {"labels_per_client": draw(st.integers(1, 4)), "distinct_labels": draw(st.booleans())}
     if kind == "dirichlet":
         values |= {"alpha_training": draw(st.floats(1e-3, 10)), "alpha_new": draw(st.floats(1e-3, 10))}
-    if kind == "writer":
+    if kind == "natural":
         values |= {"minimum_samples": draw(st.integers(0, 5))}
     values["samples"] = draw(st.none() | st.integers(values["clients"], 40))
     return Partition.model_validate(values)
@@ -196,7 +196,7 @@ def test_a_federation_holds_no_sample_twice_and_splits_as_described(
     assert held.max() < len(labels)
     everything = partition.samples or len(labels)
     assert len(federation.public) == round(partition.public * everything)
-    if partition.kind != "writer" and partition.new_fraction == 1:
+    if partition.kind != "natural" and partition.new_fraction == 1:
         assert len(held) == everything
 
     for client in range(len(training)):
@@ -305,9 +305,9 @@ def test_order_does_not_give_a_new_clients_labels_away(digits: Source) -> None:
     assert not any((np.diff(labels) != 0).sum() == 1 for labels in orders)
 
 
-def test_a_data_set_without_writers_is_refused(digits: Source) -> None:
-    with pytest.raises(DataError, match="digits has no writers"):
-        build_federation(digits, Partition(kind="writer", clients=4), 0)
+def test_a_data_set_without_clients_is_refused(digits: Source) -> None:
+    with pytest.raises(DataError, match="digits has no clients"):
+        build_federation(digits, Partition(kind="natural", clients=4), 0)
 
 
 def test_more_samples_than_there_are_are_refused(digits: Source) -> None:

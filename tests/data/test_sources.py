@@ -18,6 +18,7 @@ from tests.helpers.sources import FILE_SETS, assert_same, extend, flip, insert, 
 from tests.small_data import TEST, TRAIN, write_small
 from upfl.data import load, sources
 from upfl.data.catalog import CATALOG
+from upfl.data.forms import Pixels
 from upfl.data.sources import locate
 from upfl.errors import ConfigError, DataError
 
@@ -26,11 +27,12 @@ from upfl.errors import ConfigError, DataError
 
 def test_digits_are_scikit_learns_and_in_range() -> None:
     digits, theirs = load("digits", download=False), load_digits()
-    assert np.array_equal(digits.images[:, 0], theirs.images)
+    assert np.array_equal(digits.x[:, 0], theirs.images)
     assert np.array_equal(digits.labels, theirs.target)
     assert digits.class_names == tuple(map(str, theirs.target_names))
-    assert digits.images.shape == (1797, 1, 8, 8)
-    assert digits.images.max() == digits.scale == 16
+    assert digits.x.shape == (1797, 1, 8, 8)
+    assert isinstance(digits.form, Pixels)
+    assert digits.x.max() == digits.form.scale == 16
     assert digits.train_count == len(digits.labels) == 1797
     assert set(digits.labels.tolist()) == set(range(10))
 
@@ -39,15 +41,16 @@ def test_digits_are_scikit_learns_and_in_range() -> None:
 def test_arrays_are_read_only_and_of_the_promised_types(name: str) -> None:
     with machine(name) if name in CATALOG else tempfile.TemporaryDirectory():
         source = load(name, download=False)
-        n, channels = source.images.shape[:2]
-        assert source.images.dtype == np.uint8
+        n, channels = source.x.shape[:2]
+        assert source.x.dtype == np.uint8
         for column in (source.labels, source.labels if source.groups is None else source.groups):
             assert column.dtype == np.int64
             assert column.shape == (n,)
-        assert len(source.mean) == len(source.std) == channels
+        assert isinstance(source.form, Pixels)
+        assert len(source.form.mean) == len(source.form.std) == channels
         assert source.labels.max() < len(source.class_names)
         with pytest.raises(ValueError, match="read-only"):
-            source.images[0] = 0
+            source.x[0] = 0
 
 
 @pytest.mark.parametrize("compressed", [True, False])
@@ -56,9 +59,9 @@ def test_idx_files_are_decoded_in_order(compressed: bool) -> None:
         source = load("mnist")
         name = "t10k-images-idx3-ubyte"
         content = gzip.decompress((folder / f"{name}.gz").read_bytes()) if compressed else (folder / name).read_bytes()
-        assert (len(source.images), source.train_count) == (TRAIN + TEST, TRAIN)
-        assert source.images[TRAIN:].tobytes() == content[16:]
-        assert isinstance(source.images, np.memmap)
+        assert (len(source.x), source.train_count) == (TRAIN + TEST, TRAIN)
+        assert source.x[TRAIN:].tobytes() == content[16:]
+        assert isinstance(source.x, np.memmap)
 
 
 def test_cifar100_has_fine_labels_and_superclasses() -> None:
@@ -68,7 +71,7 @@ def test_cifar100_has_fine_labels_and_superclasses() -> None:
         assert source.groups is not None
         np.testing.assert_array_equal(source.groups[:TRAIN], rows[:, 0])
         np.testing.assert_array_equal(source.labels[:TRAIN], rows[:, 1])
-        np.testing.assert_array_equal(source.images[:TRAIN].reshape(TRAIN, -1), rows[:, 2:])
+        np.testing.assert_array_equal(source.x[:TRAIN].reshape(TRAIN, -1), rows[:, 2:])
 
 
 def test_writers_are_numbered_by_name_and_pixels_come_back_exactly() -> None:
@@ -81,7 +84,7 @@ def test_writers_are_numbered_by_name_and_pixels_come_back_exactly() -> None:
         for number, writer in enumerate(sorted(writers)):
             held = source.groups == number
             np.testing.assert_array_equal(source.labels[held], writers[writer]["y"])
-            np.testing.assert_array_equal(source.images[held].reshape(-1, 784) / 255, writers[writer]["x"])
+            np.testing.assert_array_equal(source.x[held].reshape(-1, 784) / 255, writers[writer]["x"])
 
 
 @pytest.mark.parametrize("name", FILE_SETS)
@@ -150,7 +153,7 @@ def test_decoding_is_done_once_and_again_when_a_file_changes(monkeypatch: pytest
 def test_a_damaged_decoded_cache_is_rebuilt() -> None:
     with machine("cifar100") as folder:
         original = load("cifar100")
-        images = np.array(original.images)
+        images = np.array(original.x)
         paths = decoded_arrays(folder)
         contents = {path: path.read_bytes() for path in paths}
         assert [path.name for path in paths] == ["groups.npy", "images.npy", "labels.npy"]
@@ -166,7 +169,7 @@ def test_a_damaged_decoded_cache_is_rebuilt() -> None:
             path.unlink()  # or the arrays that are open would change
             path.write_bytes(change(contents[path], int(place * length), value))
             again = load("cifar100")
-            np.testing.assert_array_equal(again.images, images)
+            np.testing.assert_array_equal(again.x, images)
             np.testing.assert_array_equal(again.labels, original.labels)
 
         damage()

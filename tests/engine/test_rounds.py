@@ -22,6 +22,7 @@ from tests.plugin_methods import (
     timeless,
 )
 from upfl import accuracy, api, data
+from upfl.data.forms import Pixels
 from upfl.engine.rounds import one_thread
 from upfl.errors import DataError, RunError, UpflError
 
@@ -243,7 +244,8 @@ def test_clients_that_exist_cost_no_files_and_next_to_no_state(tmp_path: Path, m
     rng = np.random.default_rng(0)
     size = 80_000
     images = rng.integers(0, 256, (size, 1, 2, 2), np.uint8)
-    source = data.Source("digits", images, rng.integers(0, 3, size), ("a", "b", "c"), size, None, 255.0, (0.5,), (0.3,))
+    form = Pixels(shape=(1, 2, 2), scale=255.0, mean=(0.5,), std=(0.3,))
+    source = data.Source("digits", images, rng.integers(0, 3, size), ("a", "b", "c"), size, None, form)
     monkeypatch.setattr(data, "load", lambda name: source)
     folders = {}
     for clients in (40, 40_000):

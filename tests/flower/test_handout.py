@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def newcomers(tmp_path: Path) -> tuple[InProcessGrid, np.ndarray]:
     source = data.load("digits")
     chosen = np.flatnonzero(np.isin(source.labels, [3, 8]))[:120]
-    np.savez(tmp_path / "mine.npz", x=source.images[chosen])
+    np.savez(tmp_path / "mine.npz", x=source.x[chosen])
     own = {"data": str(tmp_path / "mine.npz"), "out": str(tmp_path / "me"), "personalizer": "none"}
     shy, frank = {2: {**own}}, {3: {"newcomer": 0, "share": "estimates"}}
     broken = {4: {"data": str(tmp_path / "secret-place.npz")}}
@@ -50,8 +50,8 @@ def test_newcomers_personalize_and_send_back_only_what_their_owner_allows(traine
     assert answers[4] == {"problem": "it could not personalize; its own log says why"}
     source = data.load("digits")
     mine, bundle = PersonalModel.load(tmp_path / "me"), Bundle.load(trained / "bundle")
-    again = bundle.personalize(source.images[chosen], "none")
-    assert (mine.predict(source.images[chosen]) == again.predict(source.images[chosen])).all()
+    again = bundle.personalize(source.x[chosen], "none")
+    assert (mine.predict(source.x[chosen]) == again.predict(source.x[chosen])).all()
 
 
 def test_a_bundle_that_was_changed_on_its_way_is_refused(trained: Path, tmp_path: Path) -> None:

@@ -39,9 +39,7 @@ def test_nodes_with_files_of_their_own_train_what_the_engine_would_on_all_of_the
         digits.class_names,
         sum(sizes),
         None,
-        digits.scale,
-        digits.mean,
-        digits.std,
+        digits.form,
     )
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     orders = [np.random.default_rng(seed_of(0, "partition", "node", i)).permutation(n) for i, n in enumerate(sizes)]

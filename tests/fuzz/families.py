@@ -24,7 +24,7 @@ from upfl.bundle import Bundle, PersonalModel, load, write
 from upfl.config import configure
 from upfl.contract import Published, Task
 from upfl.data.files import load_labelled, load_unlabelled
-from upfl.data.inputs import InputFormat
+from upfl.data.forms import Pixels
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import CHECKPOINT, RunFolder
 from upfl.engine.setup import assemble
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 def make_bundles(folder: Path) -> list[Path]:
     kind, tta = TRAININGS["fedavg"], TRAININGS["fedprox"]
-    shape = InputFormat(shape=(1, 8, 8), scale=16.0, mean=(0.3,), std=(0.4,))
+    shape = Pixels(shape=(1, 8, 8), scale=16.0, mean=(0.3,), std=(0.4,))
     for name, training in (
         ("mlp", kind(Task(mlp(64, (9, 9), 3), 3, 5), kind.Hyper())),
         ("conv", kind(Task(convnet((1, 8, 8), 3, 16, 0.25), 3, 5), kind.Hyper())),

@@ -12,7 +12,7 @@ from tests.plugin_methods import Said, upfl
 from upfl import api
 from upfl.bundle import Bundle, write
 from upfl.contract import Published, Task
-from upfl.data.inputs import InputFormat
+from upfl.data.forms import Pixels
 from upfl.methods import TRAININGS
 from upfl.models import convnet
 from upfl.randomness import generator
@@ -22,7 +22,7 @@ FILES = ["README.md", "SHA256SUMS", "manifest.json", "weights.safetensors"]
 
 def pixels_of(run: api.Run, client: int = 0) -> NDArray[np.uint8]:
     source = run.federation.source
-    return source.images[run.federation.new.all(client)][:, 0]
+    return source.x[run.federation.new.all(client)][:, 0]
 
 
 def small_convnet(tmp_path: Path, name: str = "fedavg", **more: Any) -> tuple[Bundle, NDArray[np.uint8]]:
@@ -32,7 +32,7 @@ def small_convnet(tmp_path: Path, name: str = "fedavg", **more: Any) -> tuple[Bu
     values: dict[str, Any] = {
         "task": "animals",
         "classes": ["cat", "dog", "emu", "fox"],
-        "input": InputFormat(shape=(3, 8, 8), scale=255.0, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
+        "input": Pixels(shape=(3, 8, 8), scale=255.0, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
         "training": training,
         "published": Published(training.publish(training.init(generator(3))), 7),
         "personalizers": {"none": {}, "tent": {"lr": 0.5, "steps": 3}},

@@ -16,6 +16,7 @@ from tests.observers import Watching
 from tests.plugin_methods import lines, result, tensors, timeless
 from upfl import data
 from upfl.config import Config
+from upfl.data.forms import Pixels
 from upfl.engine.rounds import Engine
 from upfl.flower import server as flower_server
 from upfl.flower.messages import ARRAYS, FACTS, from_record, to_record
@@ -78,11 +79,12 @@ def own_data(folder: Path, sizes: list[int], seed: int = 0) -> tuple[Path, list[
     for client, size in enumerate(sizes):
         chosen = rng.choice(len(source.labels), size, replace=False)
         files.append(folder / f"node-{client}.npz")
-        np.savez(files[-1], x=source.images[chosen], y=source.labels[chosen])
-    task = folder / "task.toml"
+        np.savez(files[-1], x=source.x[chosen], y=source.labels[chosen])
+    task, form = folder / "task.toml", source.form
+    assert isinstance(form, Pixels)
     task.write_text(
         f'name = "my digits"\nclasses = {json.dumps(source.class_names)}\nclients = {len(sizes)}\n'
-        f"[input]\nshape = [1, 8, 8]\nscale = {source.scale}\nmean = {list(source.mean)}\nstd = {list(source.std)}\n"
+        f"[input]\nshape = [1, 8, 8]\nscale = {form.scale}\nmean = {list(form.mean)}\nstd = {list(form.std)}\n"
     )
     return task, files
 

@@ -29,7 +29,7 @@ def machine(name: str, *, compressed: bool = True) -> Iterator[Path]:
 
 
 def assert_same(first: Source, second: Source) -> None:
-    np.testing.assert_array_equal(first.images, second.images)
+    np.testing.assert_array_equal(first.x, second.x)
     np.testing.assert_array_equal(first.labels, second.labels)
     np.testing.assert_array_equal(first.groups, second.groups)
 

@@ -153,7 +153,7 @@ def test_a_bundle_of_a_module_makes_a_newcomers_model_that_is_stored_and_comes_b
     trained: api.Run, tmp_path: Path
 ) -> None:
     made = bundle.export(trained, tmp_path / "bundle")
-    images = trained.federation.source.images[trained.federation.new.all(0)]
+    images = trained.federation.source.x[trained.federation.new.all(0)]
     for name in made.personalizers:
         mine = made.personalize(images, name)
         mine.save(tmp_path / name)
@@ -168,7 +168,7 @@ def test_an_onnx_file_of_a_module_says_what_the_model_says(trained: api.Run, tmp
     from upfl import onnx_export
 
     made = bundle.export(trained, tmp_path / "bundle")
-    mine = made.personalize(trained.federation.source.images[trained.federation.new.all(0)], "tent")
+    mine = made.personalize(trained.federation.source.x[trained.federation.new.all(0)], "tent")
     assert onnx_export.export(mine, tmp_path / "me.onnx") < 1e-4
 
 

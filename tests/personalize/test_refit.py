@@ -159,7 +159,7 @@ def test_a_run_is_better_for_it_and_a_bundle_carries_it(tmp_path: Path) -> None:
     bundle = export(run, tmp_path / "bundle")
     assert "discriminant.refit" in bundle.manifest.fitted
     ours = run.personalize(run.newcomer(0), "refit+label-shift")
-    images = run.federation.source.images[run.federation.new.all(0)]
+    images = run.federation.source.x[run.federation.new.all(0)]
     theirs = Bundle.load(tmp_path / "bundle").personalize(images, "refit+label-shift")
     assert theirs.personalized is not None
     torch.testing.assert_close(theirs.personalized.logits, ours.logits)

@@ -18,13 +18,13 @@ import torch
 from tests.sealed import edited, put, resealed
 from upfl.bundle import Bundle, load, write
 from upfl.contract import Published, Task
-from upfl.data.inputs import InputFormat
+from upfl.data.forms import Pixels
 from upfl.errors import BundleError
 from upfl.methods import TRAININGS
 from upfl.models import convnet, mlp
 from upfl.randomness import generator
 
-INPUT = InputFormat(shape=(1, 8, 8), scale=16.0, mean=(0.3,), std=(0.4,))
+INPUT = Pixels(shape=(1, 8, 8), scale=16.0, mean=(0.3,), std=(0.4,))
 
 
 @pytest.fixture(scope="module")

@@ -344,7 +344,7 @@ def test_features_are_made_once_for_all_personalizers(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Patches, "apply", counted)
     engine = ran(config_of(score=["none", "label-shift", "em", "calibrated"]), tmp_path / "run")
-    source = engine.federation.source.images
+    source = engine.federation.source.x
     assert len(made) == len(source), "each image once: train splits in the last pass, the others when they are scored"
 
 
@@ -376,7 +376,7 @@ def test_a_newcomers_model_is_an_onnx_file_like_any_other(tmp_path: Path) -> Non
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     run = train(config_of("mirror=true", score=["label-shift"]), tmp_path / "run", workers=1)
-    images = run.federation.source.images[run.federation.new.all(0)]
+    images = run.federation.source.x[run.federation.new.all(0)]
     mine = export(run, tmp_path / "bundle").personalize(images)
     assert onnx_export(mine, tmp_path / "me.onnx") < 1e-5
     session = onnxruntime.InferenceSession(tmp_path / "me.onnx", providers=["CPUExecutionProvider"])

@@ -19,6 +19,7 @@ from tests.reference import CLASSES, Case, Somebody, descend, difference, distan
 from tests.runs import Interrupter, StopError, assert_same, assert_same_bits, outcome, ran
 from upfl import api, data
 from upfl.contract import Batch, Task
+from upfl.data.forms import Pixels
 from upfl.engine.clients import LocalClient
 from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine
@@ -232,7 +233,8 @@ def test_ten_thousand_scaffold_clients_cost_files_for_those_that_came_and_no_mod
     clients, each, rounds = 10_000, 20, 3
     drawn, size = np.random.default_rng(0), 4 * clients
     images, labels = drawn.integers(0, 256, (size, 1, 4, 4), np.uint8), drawn.integers(0, 3, size)
-    source = data.Source("digits", images, labels, ("a", "b", "c"), size, None, 255.0, (0.5,), (0.3,))
+    form = Pixels(shape=(1, 4, 4), scale=255.0, mean=(0.5,), std=(0.3,))
+    source = data.Source("digits", images, labels, ("a", "b", "c"), size, None, form)
     monkeypatch.setattr(data, "load", lambda name: source)
     config = small_config(
         "scaffold",

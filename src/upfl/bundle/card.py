@@ -14,11 +14,11 @@ def federation_card(manifest: FederationManifest) -> str:
         f"# {kind.title} on {markdown(task.name)}: a bundle for newcomers",
         "",
         f"A model that a federation of {training.clients} clients trained in {counted(training.round, 'round')}, for",
-        "newcomers who have images but no labels: each makes a model of its own of it, on its own machine.",
+        f"newcomers who have {task.input.noun} but no labels: each makes a model of its own of it, on its own machine.",
         "",
         "```",
-        "upfl personalize BUNDLE DATA -o ME     # DATA: a folder of images, .npy, .npz or idx; no labels",
-        "upfl predict ME MORE                   # later images",
+        f"upfl personalize BUNDLE DATA -o ME     # DATA: {_formats(task)}; no labels",
+        f"upfl predict ME MORE                   # later {task.input.noun}",
         "```",
         "",
         *_input_lines(task),
@@ -41,7 +41,7 @@ def federation_card(manifest: FederationManifest) -> str:
             "|---|---:|---:|---:|---:|",
             *(
                 f"| {markdown(name)} | {row['round']} | "
-                f"{row['validation']:.1f} | {row['before']:.1f} | {row['after']:.1f} |"
+                f"{row['validation']:.1f} | {_score(row, 'before')} | {_score(row, 'after')} |"
                 for name, row in scores.items()
             ),
             "",
@@ -51,7 +51,7 @@ def federation_card(manifest: FederationManifest) -> str:
     fitted = f"; fitted after training, from sums over clients: {', '.join(manifest.fitted)}" if manifest.fitted else ""
     lines += ["## What is in it", f"Model parameters{fitted}. No sample and no label of any client."]
     if manifest.public:
-        lines.append(f"{manifest.public} public, unlabelled images, which everyone in the federation has.")
+        lines.append(f"{manifest.public} public, unlabelled {task.input.noun}, which everyone in the federation has.")
     if manifest.members:
         lines += [
             "",
@@ -71,33 +71,39 @@ def federation_card(manifest: FederationManifest) -> str:
 
 
 def personal_card(manifest: PersonalManifest) -> str:
-    kind, diary = training_class(manifest.training.name), manifest.diary
+    kind, diary, noun = training_class(manifest.training.name), manifest.diary, manifest.task.input.noun
     lines = [
         f"# A model of one's own: {kind.title} on {markdown(manifest.task.name)}",
         "",
-        f"Personalized on {manifest.samples} images without labels by `{manifest.personalizer}`:",
+        f"Personalized on {manifest.samples} {manifest.task.input.noun} without labels by `{manifest.personalizer}`:",
         f"{markdown(diary.decision)}.",
         "",
         "```",
-        "upfl predict ME DATA                   # DATA: a folder of images, .npy, .npz or idx",
+        f"upfl predict ME DATA                   # DATA: {_formats(manifest.task)}",
         "```",
         "",
         *_input_lines(manifest.task),
         "",
-        "Its parameters were found from the images that it was personalized on, and may tell about them: treat it as",
-        "you treat the images.",
+        f"Its parameters were found from the {noun} that it was personalized on, and may tell about them: treat it as",
+        f"you treat the {noun}.",
         *(["It holds training clients' own layers, too: pass it on to nobody."] if kind.publishes_memory else []),
         "",
     ]
     return "\n".join(lines)
 
 
+def _score(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:.1f}" if key in row else "no labels"
+
+
+def _formats(task: TaskSection) -> str:
+    return "a folder of images, .npy, .npz or idx" if task.input.kind == "pixels" else ".csv, .parquet, .npy or .npz"
+
+
 def _input_lines(task: TaskSection) -> list[str]:
-    channels, height, width = task.input.shape
-    colours = {1: "grey", 3: "colour"}.get(channels, f"{channels}-channel")
     return [
         "## Task",
-        f"Images of {height} x {width} pixels (height x width), {colours}, to {len(task.classes)} classes:",
+        f"{markdown(task.input.in_words)}, to {len(task.classes)} classes:",
         f"{', '.join(map(markdown, task.classes))}.",
     ]
 

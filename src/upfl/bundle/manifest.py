@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from upfl.contract import Diary
-from upfl.data.inputs import InputFormat
+from upfl.data.forms import VOCABULARY, Form
 from upfl.safe.text import has_control
 
 SCHEMA = 1
@@ -24,13 +24,15 @@ def _readable(text: str) -> str:
     return text
 
 
-def _bounded(most: int) -> Any:
+def _bounded(most: int, **others: int) -> Any:
     def check(values: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items():
             if isinstance(value, dict):
                 check(value)
-            elif isinstance(value, int) and abs(value) > most:
-                raise ValueError(f"{key[:80]} is {value:.3g}, and at most {most} is taken from a bundle")
+            elif isinstance(value, int) and abs(value) > others.get(key, most):
+                raise ValueError(
+                    f"{key[:80]} is {value:.3g}, and at most {others.get(key, most)} is taken from a bundle"
+                )
         return values
 
     return AfterValidator(check)
@@ -51,7 +53,7 @@ class _Strict(BaseModel):
 class TaskSection(_Strict):
     name: Name
     classes: tuple[Name, ...] = Field(min_length=1, max_length=CLASSES)
-    input: InputFormat
+    input: Form
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
@@ -92,7 +94,7 @@ class NamedSection(_Strict):
     """A model that whoever opens the bundle has registered under this name. The name is never imported."""
 
     name: str = Field(pattern=r"^[\w.:+-]+$", max_length=200)
-    options: Annotated[dict[str, Any], _bounded(WIDTH)] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], _bounded(WIDTH, vocabulary=VOCABULARY)] = Field(default_factory=dict)
 
 
 # Which of the two it is tells a table from a list; the tags are no part of a field's name (`read.py`).

@@ -14,11 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from upfl.bundle.card import personal_card
-from upfl.bundle.manifest import FederationManifest, PersonalManifest, TaskSection, version
+from upfl.bundle.manifest import FederationManifest, PersonalManifest, version
 from upfl.bundle.read import FederationParts, read
 from upfl.bundle.write import write_folder
 from upfl.contract import Diary, Personalized, Personalizer, Predictor, Published, Training, Unlabelled
-from upfl.data.files import Samples, from_array, load_unlabelled
+from upfl.data.given import Given, unlabelled
+from upfl.data.inputs import normalized
 from upfl.engine.rounds import one_thread
 from upfl.errors import BundleError, DataError
 from upfl.state import State, prefixed
@@ -26,7 +27,7 @@ from upfl.suggest import unknown
 
 CHUNK = 4096  # samples that are made floats at once
 
-Images: TypeAlias = ArrayLike | Samples | str | Path
+Images: TypeAlias = Given  # a newcomer's samples: images, rows of features, texts
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,7 +54,7 @@ class Bundle:
     def __repr__(self) -> str:
         task, names = self.manifest.task, ", ".join(self.personalizers)
         return (
-            f"<Bundle: {self.training.title} on {task.name}, {len(task.classes)} classes, images "
+            f"<Bundle: {self.training.title} on {task.name}, {len(task.classes)} classes, {task.input.noun} "
             f"{list(task.input.shape)}; personalizers {names}>"
         )
 
@@ -70,8 +71,9 @@ class Bundle:
         """A newcomer's own model, from images without labels, by the bundle's default personalizer or another of its.
 
         x is an array of images [n, h, w], [n, h, w, c] or [n, c, h, w]: integers up to the data set's full intensity
-        (mostly 255), or floats in [0, 1]; or the path of a folder of images, of an .npy, .npz or idx file. Where the
-        federation has models of several sizes, `architecture` names one of them; by default the first.
+        (mostly 255), or floats in [0, 1]; rows of features [n, d]; texts; or the path of a folder of images, of an
+        .npy, .npz, idx, .csv or .parquet file. Where the federation has models of several sizes, `architecture` names
+        one of them; by default the first.
         """
         name = personalizer or self.manifest.default
         if name not in self.personalizers:
@@ -82,8 +84,7 @@ class Bundle:
             raise unknown("architecture", kind, kinds)
         task = self.manifest.task
         with one_thread():
-            normalized = task.input.normalized(_samples(x, task))
-            client = Unlabelled(0, normalized, seed, kind)
+            client = Unlabelled(0, normalized(task.input, unlabelled(x, task.input)), seed, kind)
             personalized = self.personalizers[name].personalize(self.published, client)
         predictor = personalized.predictor
         manifest = PersonalManifest(
@@ -95,7 +96,7 @@ class Bundle:
             personalizer=name,
             hyper=self.manifest.personalizers[name],
             architecture=kind,
-            samples=len(normalized),
+            samples=len(client.x),
             diary=personalized.diary,
             models=len(predictor.params),
             temperature=predictor.temperature,
@@ -123,8 +124,8 @@ class PersonalModel:
         return np.array(self.manifest.task.classes)
 
     def __repr__(self) -> str:
-        made, classes = self.manifest, len(self.classes_)
-        return f"<PersonalModel: {made.task.name}, {classes} classes; {made.personalizer} on {made.samples} images>"
+        made, classes, noun = self.manifest, len(self.classes_), self.manifest.task.input.noun
+        return f"<PersonalModel: {made.task.name}, {classes} classes; {made.personalizer} on {made.samples} {noun}>"
 
     @property
     def diary(self) -> Diary:
@@ -134,11 +135,11 @@ class PersonalModel:
     def predict_logits(self, x: Images) -> Tensor:
         """Each class's logit: `predict_proba` before the softmax."""
         task = self.manifest.task
-        samples = _samples(x, task)
+        samples = unlabelled(x, task.input)
         with one_thread():
             return torch.cat(
                 [
-                    self.predictor.logits(task.input.normalized(replace(samples, images=samples.images[i : i + CHUNK])))
+                    self.predictor.logits(normalized(task.input, replace(samples, x=samples.x[i : i + CHUNK])))
                     for i in range(0, len(samples), CHUNK)
                 ]
             )
@@ -155,7 +156,8 @@ class PersonalModel:
         """The share of samples whose class is predicted right; y are names of classes."""
         predicted, names = self.predict(x), np.asarray(y).astype(np.str_)
         if names.shape != predicted.shape:
-            raise DataError(f"y: {len(predicted)} images need as many classes; found shape {list(names.shape)}")
+            noun = self.manifest.task.input.noun
+            raise DataError(f"y: {len(predicted)} {noun} need as many classes; found shape {list(names.shape)}")
         if others := sorted(set(names.tolist()) - set(self.classes_.tolist())):
             raise unknown("class", others[0], self.classes_.tolist())
         return float((predicted == names).mean())
@@ -205,14 +207,6 @@ def class_mix(mine: PersonalModel) -> ClassMix:
     assert mine.personalized is not None
     before = _probabilities(mine.personalized.before).mean(0).tolist()
     return ClassMix(before, mine.diary.mix or mine.label_distributions_.mean(0).tolist())
-
-
-def _samples(x: Images, task: TaskSection) -> Samples:
-    if isinstance(x, Samples):
-        return x
-    if isinstance(x, (str, Path)):
-        return load_unlabelled(x, task.input.image, task.input.scale)
-    return from_array(x, task.input.image, task.input.scale)
 
 
 def _probabilities(logits: Tensor) -> NDArray[np.float64]:

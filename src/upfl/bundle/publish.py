@@ -25,7 +25,8 @@ from upfl.bundle.manifest import (
 from upfl.bundle.model import Bundle
 from upfl.bundle.write import require_new, write_folder
 from upfl.contract import Published, Training
-from upfl.data.inputs import InputFormat, Inputs
+from upfl.data.forms import Form
+from upfl.data.inputs import Inputs
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.engine.rounds import one_thread
@@ -74,8 +75,7 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
             name: {
                 "round": row["best_round"],
                 "validation": row["validation"],
-                "before": row["test_before"],
-                "after": row["test"],
+                **({"before": row["test_before"], "after": row["test"]} if "test" in row else {}),
             }
             for name, row in scored.items()
         },
@@ -84,7 +84,7 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
         out,
         task=config.dataset,
         classes=source.class_names,
-        input=InputFormat.of(source),
+        input=source.form,
         training=run.training,
         published=published,
         personalizers={name: hyper.model_dump(exclude_none=True) for name, hyper in personalizers.items()},
@@ -98,7 +98,7 @@ def write(
     *,
     task: str,
     classes: Sequence[str],
-    input: InputFormat,  # noqa: A002 - the manifest's word
+    input: Form,  # noqa: A002 - the manifest's word
     training: Training[Any],
     published: Published,
     personalizers: Mapping[str, Mapping[str, Any]],

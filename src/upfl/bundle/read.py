@@ -201,9 +201,11 @@ def _make_training(folder: Folder, manifest: Manifest) -> Training[Any]:
             _check_work(model, image, path)
         try:  # for real: on the meta device this would import a second's worth of torch
             zeros = {name: torch.zeros(value.shape) for name, value in _parameters(model).items()}
-            logits = training.logits(zeros, torch.zeros(2, *image))
+            logits = training.logits(zeros, manifest.task.input.example(2))
         except (RuntimeError, IndexError, KeyError) as error:
-            raise BundleError(f"{path}: the model does not take images of shape {list(image)} ({error})") from error
+            raise BundleError(
+                f"{path}: the model does not take {manifest.task.input.noun} of shape {list(image)} ({error})"
+            ) from error
         if logits.shape != (2, classes):
             raise BundleError(f"{path}: the model tells {logits.shape[-1]} classes apart, and {classes} are named")
     return training

@@ -14,7 +14,8 @@ from upfl.cli.options import AsJson
 from upfl.errors import ConfigError
 
 Data = Annotated[
-    Path, typer.Argument(help="A folder of images, an image, .npy, .npz or idx; no labels.", metavar="DATA")
+    Path,
+    typer.Argument(help="A folder of images, an image, .npy, .npz, idx, .csv or .parquet; no labels.", metavar="DATA"),
 ]
 
 
@@ -63,7 +64,7 @@ def personalize(
     architecture: Annotated[str | None, typer.Option(help="Of a federation with models of several sizes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model of your own of a bundle, from your images, without labels. Nothing leaves this machine.
+    """Make a model of your own of a bundle, from your samples, without labels. Nothing leaves this machine.
 
     ME is a bundle, too (`upfl predict` takes it), with predictions.csv and summary.html beside it.
 
@@ -119,7 +120,7 @@ def predict(
     samples = newcomer.read(data, mine.manifest.task)
     probabilities = mine.predict_proba(samples)
     for name in samples.skipped:
-        Console(stderr=True, soft_wrap=True).print(f"[yellow]left out, no image: {escape(name)}[/yellow]")
+        Console(stderr=True, soft_wrap=True).print(f"[yellow]left out: {escape(name)}[/yellow]")
     if out is not None:
         newcomer.write(out, newcomer.as_csv(samples, mine.classes_, probabilities))
     if as_json:
@@ -137,8 +138,8 @@ def export_onnx(
 ) -> None:
     """Export your own model to ONNX, normalization included, and check it with ONNX Runtime.
 
-    It takes `images`, floats in [0, 1] of shape [n, channels, height, width], and gives `probabilities`; the classes'
-    names are in its metadata. Needs the extra: pip install 'upfl[onnx]'.
+    It takes `images`, floats in [0, 1] of shape [n, channels, height, width], `rows` of features or `texts` as tokens,
+    and gives `probabilities`; the classes' names are in its metadata. Needs the extra: pip install 'upfl[onnx]'.
 
     Example: upfl export-onnx me -o me.onnx
     """

@@ -12,6 +12,7 @@ from rich.markup import escape
 from upfl.cli.console import Console, echo, lean_table
 from upfl.cli.help import Command, Group
 from upfl.cli.options import AsJson
+from upfl.cli.own import add_command, remove_command
 from upfl.errors import ConfigError, DataError
 from upfl.suggest import unknown
 
@@ -22,8 +23,10 @@ app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List, fetch and check data sets; show who holds which classes.",
+    help="List, add, fetch and check data sets; show who holds which classes.",
 )
+app.command("add", cls=Command)(add_command)
+app.command("remove", cls=Command)(remove_command)
 Names = typer.Argument(metavar="NAME...", help="Data sets: see `upfl data list`.", show_default=False)
 
 
@@ -33,13 +36,11 @@ def list_command(as_json: AsJson = False) -> None:
 
     Example: upfl data list
     """
-    from upfl.data.sources import NAMES
-
-    rows = [_description(name) for name in NAMES]
+    rows = [_description(name) for name in _all()]
     if as_json:
         return echo(json.dumps(rows, indent=2))
     table = lean_table("Data sets")
-    for column in ("data set", "images", "classes", "clients"):
+    for column in ("data set", "samples", "classes", "clients"):
         table.add_column(column, no_wrap=True)
     table.add_column("where", overflow="fold")
     for row in rows:
@@ -78,10 +79,10 @@ def check_command(
 
     Example: upfl data check cifar10
     """
-    from upfl.data.sources import EMBEDDED, NAMES, check, locate
+    from upfl.data.sources import EMBEDDED, check, locate
 
     _known(names or [])
-    chosen = names or [name for name in NAMES if name == EMBEDDED or locate(name)]
+    chosen = names or [name for name in _all() if name == EMBEDDED or locate(name)]
     results = [(name, item) for name in chosen for item in check(name)]
     if as_json:
         rows = [{"name": name, "path": str(item.path), "problem": item.problem} for name, item in results]
@@ -118,10 +119,11 @@ def show_command(
         upfl data show cifar10 --set kind=dirichlet --set alpha_new=0.01 -o shift.png
     """
     from upfl.cli.partition_text import picture
-    from upfl.data import build_federation, default_partition, load
+    from upfl.data import build_federation, load
+    from upfl.data.sources import describe, partition_of
 
     _known([name])
-    partition = default_partition(name).revised(dict(_setting(text) for text in settings or []))
+    partition = partition_of(describe(name)).revised(dict(_setting(text) for text in settings or []))
     federation = build_federation(load(name), partition, partition_seed)
     if output is not None:
         from upfl.report.partition_picture import draw  # here, because matplotlib takes a second to import
@@ -137,29 +139,34 @@ def show_command(
 
 
 def _description(name: str) -> dict[str, Any]:
-    from upfl.data import default_partition
-    from upfl.data.catalog import CATALOG
-    from upfl.data.sources import EMBEDDED, locate
+    from upfl.data.sources import EMBEDDED, describe, locate, partition_of
 
-    shape, classes = ((1, 8, 8), 10) if name == EMBEDDED else (CATALOG[name].shape, len(CATALOG[name].class_names))
-    folder = locate(name)
+    facts, folder = describe(name), locate(name)
+    partition = partition_of(facts)
     return {
         "name": name,
-        "shape": list(shape),
-        "classes": classes,
-        "partition": default_partition(name).kind,
-        "clients": default_partition(name).clients,
+        "form": facts.form.kind,
+        "shape": list(facts.form.shape),
+        "classes": facts.classes,
+        "partition": partition.kind,
+        "clients": partition.clients,
         "available": name == EMBEDDED or folder is not None,
         "folder": str(folder) if folder else None,
     }
 
 
-def _known(names: list[str]) -> None:
+def _all() -> tuple[str, ...]:
+    """The built-in data sets, and those that were added."""
+    from upfl.data import kept
     from upfl.data.sources import NAMES
 
+    return (*NAMES, *kept.names())
+
+
+def _known(names: list[str]) -> None:
     for name in names:
-        if name not in NAMES:
-            raise unknown("data set", name, NAMES)
+        if name not in (known := _all()):
+            raise unknown("data set", name, known)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -17,7 +17,8 @@ from upfl import bundle
 from upfl.bundle.manifest import TaskSection
 from upfl.cli.console import Console
 from upfl.contract import Estimate
-from upfl.data.files import Samples, load_unlabelled
+from upfl.data.given import unlabelled
+from upfl.data.samples import Samples
 from upfl.errors import DataError
 from upfl.safe.text import counted, csv_cell
 
@@ -27,14 +28,15 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def read(data: Path, task: TaskSection) -> Samples:
-    return load_unlabelled(data, task.input.image, task.input.scale)
+    return unlabelled(data, task.input)
 
 
 def warnings(samples: Samples, federation: bundle.Bundle) -> list[str]:
     found = []
     if samples.skipped:
         some = ", ".join(samples.skipped[:5]) + (", ..." if len(samples.skipped) > 5 else "")
-        found.append(f"{len(samples.skipped)} file(s) left out, no images: {some}")
+        what = "file(s) left out, no images" if federation.manifest.task.input.kind == "pixels" else "not used"
+        found.append(f"{len(samples.skipped)} {what}: {some}")
     if len(samples) < FEW:
         found.append(f"{len(samples)} sample(s) are few: what is found from fewer than {FEW} may be chance")
     return [*found, federation.warning] if federation.warning else found

@@ -87,7 +87,8 @@ class ProgressBar:
         self._loss = f"loss {metrics['loss']:.3f}"
         if (rows := metrics.get("rows")) and self._row in rows:
             own = rows[self._row]
-            self._scores = f"{self._row}: validation {own['validation']:.1f} test {own['test']:.1f}"
+            test = f" test {own['test']:.1f}" if "test" in own else ""  # unless new clients have no labels
+            self._scores = f"{self._row}: validation {own['validation']:.1f}{test}"
             if not self.console.is_terminal:  # a log: one line for each evaluation
                 self.console.print(f"round {metrics['round']}: {self._loss} {self._scores}")
         for client in metrics["left_out"]:

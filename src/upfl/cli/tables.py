@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from rich.markup import escape
+from rich.table import Table
 
 from upfl import api
 from upfl.cli.console import Console, echo, lean_table
@@ -15,6 +16,7 @@ from upfl.methods import ROWS, row_title
 from upfl.safe.text import counted, markdown
 
 SPREAD = "10% - median - 90%"
+MOST_UNSCORED = 20
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 
 
@@ -52,10 +54,33 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
             console.print(f"[yellow]{where}: {left_out} client(s) were left out of rounds: see metrics.jsonl[/yellow]")
     for warning in warnings(runs):
         console.print(f"[yellow]{warning}[/yellow]")
+    for run in runs:
+        for row in run.result["rows"]:
+            if row.get("unscored"):
+                console.print(_unscored(run, row))
     console.print(
         "[dim]before, after: the model before and after personalization, at the round of best validation; "
         f"{SPREAD}: of the new clients' accuracies after.[/dim]"
     )
+
+
+def _unscored(run: api.Run, row: dict[str, Any]) -> Table:
+    """New clients without labels: what is told of them without a score."""
+    table = lean_table(f"New clients without labels: {escape(run.path.name)}, {escape(row_title(row['row']))}")
+    table.add_column("client", overflow="fold")
+    for name in ("samples", "estimated accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("class mix", overflow="fold")
+    for client in row["unscored"][:MOST_UNSCORED]:
+        likeliest = sorted(client["mix"].items(), key=lambda one: -one[1])[:3]
+        mix = ", ".join(f"{name} {share:.0%}" for name, share in likeliest)
+        estimates = client["estimates"]
+        estimate = "{:.0%} ({:.0%}-{:.0%})".format(*estimates[-1]) if estimates else NOT_SCORED
+        called = str(client["client"] if client["name"] is None else client["name"])
+        table.add_row(escape(called), str(client["samples"]), estimate, escape(mix))
+    if (more := len(row["unscored"]) - MOST_UNSCORED) > 0:
+        table.add_row(f"and {more} more", "", "", "result.json has them")
+    return table
 
 
 def markdown_table(runs: list[api.Run]) -> str:

@@ -30,10 +30,15 @@ class Batch:
         if self.noise:
             set_first(self, noise=all_aligned(self.noise))
 
+    def floats(self) -> Tensor:
+        """Room for a number for each sample, in the type that models compute with: tokens are whole numbers."""
+        dtype = self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+        return torch.empty(self.y.shape, dtype=dtype, device=self.x.device)
+
     def weight(self) -> Tensor:
         """Each sample's weight in a mean over the batch."""
         if self.mask is None:
-            return torch.full(self.y.shape, 1 / len(self.y), dtype=self.x.dtype, device=self.x.device)
+            return self.floats().fill_(1 / len(self.y))
         return self.mask / self.mask.sum()
 
 

@@ -70,6 +70,7 @@ class Training(Stage[H]):
     heterogeneous: ClassVar[bool] = False  # whether clients may differ in architecture; they share a public set
     memory_advice: ClassVar[str] = "fewer workers"  # what helps where its state does not fit the machine's memory
     serves_newcomers: ClassVar[bool] = True  # whether `start` gives a model without a memory
+    takes_tokens: ClassVar[bool] = True  # whether samples may be whole numbers, which only an embedding can read
     takes_steps: ClassVar[bool] = True  # whether its models are made for steps down a gradient
     refuses_models: ClassVar[str] = ""  # why a model cannot be chosen for it, in words
     in_turn: ClassVar[bool] = False  # whether clients are asked in order, each once a pass, not drawn anew each round

@@ -2,7 +2,8 @@
 
 from upfl.data.federation import Clients, Federation, build_federation, class_counts
 from upfl.data.partition import Partition, default_partition
-from upfl.data.sources import NAMES, Source, load
+from upfl.data.source import Source
+from upfl.data.sources import NAMES, load
 
 __all__ = [
     "NAMES",

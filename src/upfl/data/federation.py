@@ -1,16 +1,21 @@
 """A federation: the training clients with their train and validation splits, and the new clients."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from upfl.data.partition import Holdings, Indices, Partition, by_writer, dirichlet, iid, pathological, superclass
-from upfl.data.sources import Source
+from upfl.data.draft import MISSING
+from upfl.data.forms import Pixels, Vectors
+from upfl.data.partition import Holdings, Indices, Partition, by_client, dirichlet, iid, pathological, shard, superclass
+from upfl.data.source import Source
+from upfl.data.standardize import standardized, sums_of
 from upfl.errors import ConfigError, DataError
 from upfl.randomness import seed_of
+from upfl.suggest import unknown
 
 Role = Literal["training", "new"]
 ROLES: tuple[Role, ...] = ("training", "new")
@@ -34,7 +39,7 @@ class Clients(Holdings):
     def validation(self, client: int) -> Indices:
         return self.all(client)[self.train_counts[client] :]
 
-    @property
+    @cached_property
     def held_out(self) -> NDArray[np.bool_]:
         """Which training clients never train: they have samples, and all of them validate."""
         held: NDArray[np.bool_] = (self.train_counts == 0) & (self.sizes() > 0)
@@ -54,6 +59,17 @@ class Federation:
     notes: tuple[str, ...]  # what whoever reads a result should know about the split
     seed: int = 0
     architectures: tuple[str, ...] = ()  # names of the models among which clients differ
+    named: Mapping[Role, Indices] = field(default_factory=dict)  # which of the source's clients each one is
+
+    def name(self, role: Role, client: int) -> str | None:
+        """What the data call a client, where they name clients."""
+        if role not in self.named or self.source.clients is None:
+            return None
+        return bytes(self.source.clients[self.named[role][client]]).decode("utf-8", "replace")
+
+    def has_labels(self, newcomer: int) -> bool:
+        """Whether a new client can be scored at all."""
+        return bool((self.source.labels[self.new.all(newcomer)] != MISSING).any())
 
     def architecture(self, role: Role, client: int) -> str:
         """The model that a client has: each with equal probability, a function of the seed and the client."""
@@ -66,8 +82,11 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     """Split a data set among clients. The result depends on the partition, the seed and the architectures' names."""
     if seed < 0:
         raise ConfigError(f"the partition seed must not be negative, and it is {seed}")
+    if (partition.rotations_training or partition.rotations_new) and not isinstance(source.form, Pixels):
+        raise ConfigError(f"partition.rotations: {source.name} has {source.form.noun}, and images alone can be turned")
     pool, public = _draw_pool(source, partition, seed)
-    holdings = dict(zip(("training", "new"), _deal(source, partition, pool, seed), strict=True))
+    dealt_out, named = _deal(source, partition, pool, seed)
+    holdings = dict(zip(ROLES, dealt_out, strict=True))
     notes = []
     for role, dealt in holdings.items():
         holdings[role] = held = dealt.chosen(np.flatnonzero(dealt.sizes()))
@@ -79,7 +98,10 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     training = _left(training, partition.without)
     new = _new_clients(holdings["new"], partition, seed)
     notes += _notes(source, partition, training, new)
-    return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures))
+    if isinstance(source.form, Vectors) and not source.form.mean:
+        seen = training.first(training.train_counts).indices
+        source = replace(source, form=standardized(source.form, sums_of(np.asarray(source.x), seen)))
+    return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures), named)
 
 
 def with_newcomers(federation: Federation, partition: Partition, changes: Mapping[str, Any]) -> Federation:
@@ -120,10 +142,17 @@ def _draw_pool(source: Source, partition: Partition, seed: int) -> tuple[Indices
     return pool[~drawn], pool[drawn]
 
 
-def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Holdings, Holdings]:
-    """What each training client and each new client holds."""
+Dealt = tuple[Holdings, Holdings]  # what each training client and each new client holds
+
+
+def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Dealt, dict[Role, Indices]]:
+    """What each client holds; and which of the clients that the data name each one is, where they do."""
+    if partition.kind == "natural":
+        return _deal_natural(source, partition, pool, seed)
+    if (source.labels[pool] == MISSING).any():
+        raise DataError(f"{source.name}: some samples have no label, as newcomers' may: take kind = 'natural'")
     if partition.kind == "dirichlet":
-        return _deal_dirichlet(source, partition, pool, seed)
+        return _deal_dirichlet(source, partition, pool, seed), {}
     rng = _generator(seed, "training")
     match partition.kind:
         case "pathological":
@@ -133,14 +162,81 @@ def _deal(source: Source, partition: Partition, pool: Indices, seed: int) -> tup
             )
         case "superclass":
             holdings = superclass(_groups(source, "superclasses")[pool], partition.clients, rng)
-        case "writer":
-            holdings = by_writer(_groups(source, "writers")[pool], partition.clients, partition.minimum_samples, rng)
+        case "shard":
+            holdings = shard(source.labels[pool], partition.clients, partition.shards_per_client, rng)
         case "iid":
             holdings = iid(len(pool), partition.clients, rng)
     order = _generator(seed, "roles").permutation(len(holdings))
-    half = (len(holdings) + 1) // 2
+    trained = len(holdings) - (partition.new_clients or 0)
     held = Holdings(pool[holdings.indices], holdings.offsets)
-    return held.chosen(order[:half]), held.chosen(order[half:])
+    return (held.chosen(order[:trained]), held.chosen(order[trained:])), {}
+
+
+def _deal_natural(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Dealt, dict[Role, Indices]]:
+    """Clients as the data name them. Who has samples without labels can only be a newcomer."""
+    groups, rng = _groups(source, "clients")[pool], _generator(seed, "training")
+    roles = _generator(seed, "roles")
+    unlabelled = np.unique(groups[source.labels[pool] == MISSING])
+    if partition.new_clients is not None and isinstance(partition.new, float):
+        holdings, drawn = by_client(groups, partition.clients, partition.minimum_samples, rng)
+        order = roles.permutation(len(holdings))
+        trained = len(holdings) - partition.new_clients
+        if len(unlabelled):  # these go last
+            without = np.isin(drawn[order], unlabelled)
+            order = np.concatenate([order[~without], order[without]])
+            if (~without).sum() < trained:
+                raise DataError(
+                    f"{source.name}: {without.sum()} of {len(order)} clients have samples without labels and can only "
+                    f"be newcomers, and {partition.new_clients} are to be: raise partition.new"
+                )
+        training, new = order[:trained], order[trained:]
+    else:
+        chosen = _chosen_newcomers(source, partition, int(groups.max()) + 1)
+        sizes = np.bincount(groups, minlength=len(chosen))
+        few = np.flatnonzero(chosen & (sizes < max(partition.minimum_samples, 1)))
+        if len(few) and isinstance(partition.new, tuple):
+            raise DataError(f"partition.new: client '{_name(source, few[0])}' has {sizes[few[0]]} samples, too few")
+        count = int(chosen.sum()) - len(few)
+        if not 1 <= count < partition.clients:
+            raise DataError(
+                f"partition.new: {count} of {partition.clients} clients would be new; both kinds are needed"
+            )
+        if (wrong := unlabelled[~chosen[unlabelled]]).size:
+            raise DataError(
+                f"{source.name}: client '{_name(source, wrong[0])}' has samples without labels, only newcomers may; "
+                "label them, leave them out, or make the client a newcomer"
+            )
+        least, drawn_training = partition.minimum_samples, partition.clients - count
+        old, old_numbers = by_client(groups, drawn_training, least, rng, ~chosen)
+        young, young_numbers = by_client(groups, count, least, roles, chosen)
+        holdings = Holdings.cut(
+            np.concatenate([old.indices, young.indices]), np.concatenate([old.sizes(), young.sizes()])
+        )
+        drawn = np.concatenate([old_numbers, young_numbers])
+        training, new = np.arange(len(old)), np.arange(len(old), len(drawn))
+    held = Holdings(pool[holdings.indices], holdings.offsets)
+    return (held.chosen(training), held.chosen(new)), {"training": drawn[training], "new": drawn[new]}
+
+
+def _chosen_newcomers(source: Source, partition: Partition, count: int) -> NDArray[np.bool_]:
+    """Whether each client that the data name is a newcomer, by the list or by the data."""
+    if partition.new == "column":
+        if source.newcomers is None:
+            raise DataError(f"{source.name}: its data do not say who is new: give partition.new a share or a list")
+        return np.asarray(source.newcomers)
+    assert isinstance(partition.new, tuple)
+    names = source.clients if source.clients is not None else np.arange(count).astype(np.bytes_)
+    numbers = {bytes(name).decode("utf-8", "replace"): number for number, name in enumerate(names)}
+    chosen = np.zeros(len(names), np.bool_)
+    for name in partition.new:
+        if name not in numbers:
+            raise ConfigError(f"partition.new: {unknown('client', name, numbers)}")
+        chosen[numbers[name]] = True
+    return chosen
+
+
+def _name(source: Source, number: int) -> str:
+    return str(number) if source.clients is None else bytes(source.clients[number]).decode("utf-8", "replace")
 
 
 def _deal_dirichlet(source: Source, partition: Partition, pool: Indices, seed: int) -> tuple[Holdings, Holdings]:
@@ -229,8 +325,9 @@ def _clients(holdings: Holdings, train_counts: Indices, angles: NDArray[np.float
 
 
 def _counts(values: Indices, clients: Clients, width: int) -> NDArray[np.int64]:
-    owner = np.repeat(np.arange(len(clients)), clients.sizes())
-    flat = np.bincount(owner * width + values[clients.indices], minlength=len(clients) * width)
+    owner, held = np.repeat(np.arange(len(clients)), clients.sizes()), values[clients.indices]
+    known = held >= 0
+    flat = np.bincount((owner * width + held)[known], minlength=len(clients) * width)
     return flat.reshape(len(clients), width)
 
 
@@ -253,4 +350,4 @@ def _notes(source: Source, partition: Partition, training: Clients, new: Clients
 
 def _only_new(values: Indices, training: Clients, new: Clients) -> list[int]:
     only: list[int] = np.setdiff1d(values[new.indices], values[training.indices]).tolist()
-    return only
+    return [value for value in only if value >= 0]

@@ -18,13 +18,10 @@ pixels are decoded, an array's in its own before it is read or unpacked (`upfl.s
 from __future__ import annotations
 
 import gzip
-import os
 import stat
-import warnings
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from operator import eq
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +32,23 @@ from rich.progress import track
 
 from upfl.data.arrays import arrays_in
 from upfl.data.formats import IDX_HEADER, Shape, idx, idx_size
+from upfl.data.images import NotAnImageError, files_below, looks_like_image, pixels
+from upfl.data.samples import Numbers, Samples
 from upfl.errors import DataError, RunError
 from upfl.safe.folder import expanded
 from upfl.safe.limits import exceeded, limit
 from upfl.suggest import unknown
 
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
-SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm"}
 PART = 2**22  # values that are looked at together
 IDX_IMAGES, IDX_LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What a user's files hold, ready to be normalized."""
-
-    images: NDArray[Any]  # [n, channels, height, width]: bytes, or floats in [0, 1]
-    scale: float  # the value of full intensity
-    names: Sequence[str]  # of each sample: its file, relative to the folder, or its number
-    labels: NDArray[np.int64] | None = None
-    skipped: tuple[str, ...] = ()  # files that are no images
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 def load_unlabelled(path: str | Path, shape: Shape, scale: float = 255.0) -> Samples:
     """The samples in a file or a folder, for a model that takes images of a shape (channels, height, width)."""
     path = _existing(path)
     if path.is_dir():
-        images = list(_files_below(path))
-        if not any(_looks_like_image(file) for file in images) and (found := _idx_images(path)):
+        images = list(files_below(path))
+        if not any(looks_like_image(file) for file in images) and (found := _idx_images(path)):
             return _load_idx(found, shape, scale)
         return _load_images(path, images, shape)
     if path.suffix in (".npy", ".npz"):
@@ -85,7 +68,7 @@ def load_labelled(path: str | Path, shape: Shape, class_names: Sequence[str], sc
     if path.is_dir() and (found := _idx_images(path)):
         path = found
     if path.is_dir():
-        samples = _load_images(path, list(_files_below(path)), shape)
+        samples = _load_images(path, list(files_below(path)), shape)
         numbers = {name: number for number, name in enumerate(class_names)}
         labels = []
         for name in samples.names:
@@ -106,7 +89,7 @@ def load_labelled(path: str | Path, shape: Shape, class_names: Sequence[str], sc
         given = _idx_columns(labels_file, shape).get("labels", np.empty(0, np.uint8))
     else:
         raise DataError(f"{path}: holds no labels; give a folder with a sub-folder a class, an .npz, or idx files")
-    return replace(samples, labels=_checked_labels(given, len(samples), len(class_names), labels_file))
+    return replace(samples, labels=checked_labels(given, len(samples), len(class_names), labels_file))
 
 
 def from_array(array: ArrayLike, shape: Shape, scale: float = 255.0, where: str = "x") -> Samples:
@@ -151,24 +134,6 @@ def _outside(images: NDArray[Any], largest: float) -> list[int]:
     return wrong
 
 
-class Numbers(Sequence[str]):
-    """The names of samples that have none: their numbers, which take no memory."""
-
-    def __init__(self, count: int) -> None:
-        self.numbers = range(count)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return str(self.numbers[index])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(other) == len(self) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def _shapes_in_words(shape: Shape) -> str:
     channels, height, width = shape
     both = f"[n, {height}, {width}, {channels}] or [n, {channels}, {height}, {width}]"
@@ -191,22 +156,6 @@ def _existing(path: str | Path) -> Path:
 # Images
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """All files, sub-folders' too, in the order of their names."""
-
-    def fail(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    for parent, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        links = [name for name in folders if Path(parent, name).is_symlink()]
-        yield from (Path(parent, name) for name in sorted([*files, *links]) if not name.startswith("."))
-
-
-def _looks_like_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES
-
-
 def _load_images(path: Path, files: list[Path], shape: Shape) -> Samples:
     """The images among the files in a folder; or the one that `path` itself is."""
     if shape[0] not in (1, 3):
@@ -214,86 +163,31 @@ def _load_images(path: Path, files: list[Path], shape: Shape) -> Samples:
     folder = path.parent if path in files else path
     console = Console(stderr=True)
     quiet = len(files) < 1000 or not console.is_terminal
-    images, names, skipped, wrong = [], [], [], []
+    found, names, skipped, wrong = [], [], [], []
     for file in track(files, "reading images", console=console, transient=True, disable=quiet):
         name = file.relative_to(folder).as_posix()
         try:
-            images.append(_image(file, shape))
+            found.append(pixels(file, shape))
             names.append(name)
-        except _NotAnImageError:
+        except NotAnImageError:
             skipped.append(name)
         except DataError as error:
             wrong.append(str(error))
     if wrong:
         more = [f"and {len(wrong) - 3} more images do not fit"] if len(wrong) > 3 else []
         raise DataError("\n".join([*wrong[:3], *more]))
-    if not images and path in files:
+    if not found and path in files:
         raise DataError(f"{path}: neither an image nor an .npy, .npz or idx file")
-    if not images:
-        found = f" (found {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''})" if skipped else ""
-        raise DataError(f"{folder}: there are no images in it{found}")
-    return Samples(np.stack(images), 255.0, tuple(names), skipped=tuple(skipped))
-
-
-class _NotAnImageError(Exception):
-    """A file of another kind."""
-
-
-def _image(path: Path, shape: Shape) -> NDArray[np.uint8]:
-    from PIL import Image, ImageOps, UnidentifiedImageError  # here, because arrays do not need it
-
-    channels, height, width = shape
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise _NotAnImageError
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            warnings.filterwarnings("ignore", category=UserWarning)  # odd metadata; the pixels are what counts
-            with Image.open(path, formats=FORMATS) as image:
-                # Turned photographs say so in their metadata; sides may change places.
-                if sorted(image.size) != sorted((width, height)):
-                    raise _unlike(path, image.size, shape)
-                if getattr(image, "n_frames", 1) > 1:
-                    raise DataError(f"{path}: has several frames; save the one that is meant as an image of its own")
-                if image.mode.startswith(("I", "F")):
-                    raise DataError(f"{path}: has more than 8 bits a channel ({image.mode}); save it with 8")
-                image.load()
-                upright = ImageOps.exif_transpose(image)
-                if upright.size != (width, height):
-                    raise _unlike(path, upright.size, shape)
-                if upright.has_transparency_data and np.asarray(upright.convert("RGBA"))[..., 3].min() < 255:
-                    raise DataError(f"{path}: is transparent in parts; save it without transparency")
-                grey = channels == 1 and upright.mode in ("1", "L", "LA")
-                pixels = np.asarray(upright.convert("L" if grey else "RGB"))
-    except UnidentifiedImageError as error:
-        if _looks_like_image(path):
-            raise DataError(f"{path}: is not the image that its name says, or is damaged") from error
-        raise _NotAnImageError from error
-    except FileNotFoundError as error:  # a link to nothing
-        raise _NotAnImageError from error
-    except (DataError, _NotAnImageError):
-        raise
-    except Exception as error:  # Pillow's readers fail in many ways on damaged bytes, and refuse bombs
-        raise DataError(f"{path}: cannot be read: it is truncated, damaged or far too large ({error})") from error
-    if pixels.ndim == 2:
-        return pixels[None]
-    if channels == 1:
-        if (pixels != pixels[..., :1]).any():
-            raise DataError(f"{path}: is in colour; the model takes grey images")
-        return np.ascontiguousarray(pixels[None, ..., 0])
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
-def _unlike(path: Path, size: tuple[int, int], shape: Shape) -> DataError:
-    return DataError(
-        f"{path}: has {size[0]} x {size[1]} pixels (width x height); the model takes {shape[2]} x {shape[1]}"
-    )
+    if not found:
+        others = f" (found {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''})" if skipped else ""
+        raise DataError(f"{folder}: there are no images in it{others}")
+    return Samples(np.stack(found), 255.0, tuple(names), skipped=tuple(skipped))
 
 
 # Arrays
 
 
-def _checked_labels(labels: NDArray[Any], count: int, classes: int, path: Path) -> NDArray[np.int64]:
+def checked_labels(labels: NDArray[Any], count: int, classes: int, path: Path) -> NDArray[np.int64]:
     if labels.shape != (count,) or labels.dtype.kind not in "iu":
         raise DataError(
             f"{path}: {count} images need as many whole numbers as labels; found {labels.dtype} {list(labels.shape)}"

@@ -10,19 +10,23 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from upfl.errors import ConfigError, DataError
 from upfl.suggest import unknown
 
 Indices = NDArray[np.int64]
-Kind = Literal["pathological", "superclass", "writer", "dirichlet", "iid"]
+Kind = Literal["pathological", "shard", "superclass", "natural", "dirichlet", "iid"]
+HALF = 0.5
+Share = Annotated[float, Field(gt=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
 
 # Fields that mean something to one kind only: set with another kind, they would silently do nothing.
 _KIND_OF_FIELD: dict[str, Kind] = {
     "labels_per_client": "pathological",
     "distinct_labels": "pathological",
-    "minimum_samples": "writer",
+    "shards_per_client": "shard",
+    "minimum_samples": "natural",
     "alpha_training": "dirichlet",
     "alpha_new": "dirichlet",
 }
@@ -34,10 +38,14 @@ class Partition(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Kind
-    clients: int = Field(ge=2, le=10_000_000, description="training and new clients together, half of each")
+    clients: int = Field(ge=2, le=10_000_000, description="training and new clients together")
+    new: Share | Literal["column"] | tuple[Name, ...] = Field(
+        HALF, description="who is new: a share, drawn at random; natural: a list of names, or 'column', as the data say"
+    )
     labels_per_client: int = Field(2, ge=1, description="pathological: the most labels that a client can have")
     distinct_labels: bool = Field(False, description="pathological: exactly that many; else shards at random")
-    minimum_samples: int = Field(0, ge=0, description="writer: writers with fewer samples are not drawn")
+    shards_per_client: int = Field(2, ge=1, description="shard: pieces of the data, sorted by label, for each")
+    minimum_samples: int = Field(0, ge=0, description="natural: clients with fewer samples are not drawn")
     alpha_training: float = Field(0.1, ge=1e-3, le=1e6, description="dirichlet: concentration of training clients")
     alpha_new: float = Field(0.1, ge=1e-3, le=1e6, description="dirichlet: concentration of new clients")
     samples: int | None = Field(None, ge=2, description="use this many samples only, drawn at random")
@@ -57,6 +65,11 @@ class Partition(BaseModel):
         (), description="training clients, by number, that hold nothing: all others hold what they would anyway"
     )
 
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _known_before(cls, kind: Any) -> Any:
+        return "natural" if kind == "writer" else kind  # as it was called in earlier runs
+
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
         for name, kind in _KIND_OF_FIELD.items():
@@ -66,9 +79,22 @@ class Partition(BaseModel):
             raise ValueError(
                 f"clients must be even for kind = 'dirichlet' (half train, half are new), not {self.clients}"
             )
+        if self.new != HALF and self.kind == "dirichlet":
+            raise ValueError("new: for kind = 'dirichlet' half of the clients are new, by alpha_new")
+        if not isinstance(self.new, float) and self.kind != "natural":
+            raise ValueError("new: clients have names for kind = 'natural' alone; give a share, such as 0.5")
+        if self.new_clients is not None and not 1 <= self.new_clients < self.clients:
+            raise ValueError(f"new: {self.new_clients} of {self.clients} clients would be new; both kinds are needed")
         if self.samples is not None and self.samples < self.clients:
             raise ValueError(f"samples = {self.samples} cannot give each of {self.clients} clients one")
         return self
+
+    @property
+    def new_clients(self) -> int | None:
+        """How many clients are new; None where the data say it."""
+        if self.new == "column":
+            return None
+        return len(set(self.new)) if isinstance(self.new, tuple) else int(self.new * self.clients)
 
     def revised(self, changes: Mapping[str, Any]) -> "Partition":
         """A copy with some fields changed; a new kind takes the old one's own fields back to their defaults."""
@@ -84,6 +110,13 @@ class Partition(BaseModel):
             raise ConfigError("; ".join(f"partition {place}: {text}" for place, text in problems)) from error
 
 
+def own_partition(samples: int, clients: int, newcomers: int | None) -> Partition:
+    """The partition of data of one's own: clients as they are named, or 20 with equal shares of all where none are."""
+    if clients:
+        return Partition(kind="natural", clients=clients, new=HALF if newcomers is None else "column")
+    return Partition(kind="iid", clients=max(2, min(20, samples // 10)))
+
+
 def default_partition(dataset: str) -> Partition:
     """The paper's partition of a data set (digits: as MNIST, with 40 clients)."""
     defaults = {
@@ -92,7 +125,7 @@ def default_partition(dataset: str) -> Partition:
         "fashion_mnist": Partition(kind="pathological", clients=100),
         "cifar10": Partition(kind="pathological", clients=100, distinct_labels=True),
         "cifar100": Partition(kind="superclass", clients=100),
-        "femnist": Partition(kind="writer", clients=185, minimum_samples=100),
+        "femnist": Partition(kind="natural", clients=185, minimum_samples=100),
     }
     if dataset not in defaults:
         raise unknown("data set", dataset, defaults)
@@ -179,17 +212,41 @@ def superclass(groups: Indices, clients: int, rng: np.random.Generator) -> Holdi
     return _shards([np.flatnonzero(groups == value) for value in values], counts, rng)
 
 
-def by_writer(groups: Indices, clients: int, minimum_samples: int, rng: np.random.Generator) -> Holdings:
-    """One client a writer, drawn at random from the writers with enough samples."""
-    writers, sizes = np.unique(groups, return_counts=True)
-    eligible = np.flatnonzero(sizes >= minimum_samples)
+def by_client(
+    groups: Indices,
+    clients: int,
+    minimum_samples: int,
+    rng: np.random.Generator,
+    among: NDArray[np.bool_] | None = None,
+) -> tuple[Holdings, Indices]:
+    """What clients hold that the data name, so many drawn at random from those with enough samples; and their numbers.
+
+    `among` says by number which may be drawn.
+    """
+    sizes = np.bincount(groups) if among is None else np.bincount(groups, minlength=len(among))
+    enough = sizes >= max(minimum_samples, 1)
+    eligible = np.flatnonzero(enough if among is None else enough & among)
     if len(eligible) < clients:
         raise DataError(
-            f"{clients} writers with at least {minimum_samples} samples are wanted, and there are {len(eligible)} "
-            f"(of {len(writers)}); lower clients or minimum_samples, or get more writers"
+            f"{clients} clients with at least {minimum_samples} samples are wanted, and there are {len(eligible)} "
+            f"(of {np.count_nonzero(sizes)}); lower clients or minimum_samples, or get more clients"
         )
     held = Holdings.cut(np.argsort(groups, kind="stable"), sizes)
-    return held.chosen(rng.choice(eligible, clients, replace=False))
+    drawn = rng.choice(eligible, clients, replace=False)
+    return held.chosen(drawn), drawn
+
+
+def shard(labels: Indices, clients: int, shards_per_client: int, rng: np.random.Generator) -> Holdings:
+    """All samples, shuffled and sorted by label, cut into shards of equal size; so many at random for each client.
+
+    McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+    """
+    order, count = rng.permutation(len(labels)), clients * shards_per_client
+    if count > len(labels):
+        raise DataError(f"{count} shards are more than the {len(labels)} samples; lower clients or shards_per_client")
+    order = order[np.argsort(labels[order], kind="stable")]
+    sizes = len(labels) // count + (np.arange(count) < len(labels) % count)
+    return Holdings.cut(order, sizes).chosen(rng.permutation(count)).joined(shards_per_client)
 
 
 def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Holdings:

@@ -15,37 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from platformdirs import user_cache_dir
 from rich.console import Console
 from rich.progress import track
 
+from upfl.data import kept
+from upfl.data.cache import cache_folder, open_array, rename_unless_there, save_array
 from upfl.data.catalog import CATALOG, File, Specification
 from upfl.data.download import download as download_files
 from upfl.data.formats import Columns
+from upfl.data.forms import Form, Pixels
+from upfl.data.partition import Partition, default_partition, own_partition
+from upfl.data.source import Source
 from upfl.errors import DataError
 from upfl.safe import limits
 from upfl.suggest import unknown
 
 EMBEDDED = "digits"
 NAMES = (EMBEDDED, *CATALOG)
+DIGITS = Pixels(shape=(1, 8, 8), scale=16.0, mean=(0.3053,), std=(0.3761,))  # its own, as MNIST has its own
 
 _DECODER_VERSION = 1  # raise it when decoded arrays change: old caches are then left alone and not read
-
-
-@dataclass(frozen=True)
-class Source:
-    """All samples of a data set, the canonical training set first. The arrays are read-only."""
-
-    name: str
-    images: NDArray[np.uint8]  # [n, channels, height, width], one copy on the machine for all processes
-    labels: NDArray[np.int64]
-    class_names: tuple[str, ...]
-    train_count: int  # the samples from here on are the canonical test set
-    groups: NDArray[np.int64] | None  # each sample's superclass (cifar100) or writer (femnist)
-    scale: float  # the pixel value of full intensity
-    mean: tuple[float, ...]  # of each channel of pixels / scale
-    std: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -55,9 +44,11 @@ class FileCheck:
 
 
 def load(name: str, *, download: bool = True) -> Source:
-    """Open a data set, by its name in `NAMES`; one that is not on this machine is downloaded first."""
+    """Open a data set by its name; a built-in one that is not on this machine is downloaded first."""
     if name == EMBEDDED:
         return _digits()
+    if name not in CATALOG:
+        return kept.load(name)
     specification = _specification(name)
     folder = locate(name)
     if folder is None:
@@ -67,21 +58,68 @@ def load(name: str, *, download: bool = True) -> Source:
     columns = _decoded(name, specification, folder)
     return Source(
         name=name,
-        images=columns["images"],
+        x=columns["images"],
         labels=columns["labels"],
         class_names=specification.class_names,
         train_count=specification.train_count or len(columns["labels"]),
         groups=columns.get("groups"),
-        scale=255.0,
-        mean=specification.mean,
-        std=specification.std,
+        form=_form(specification),
     )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a data set before its samples are opened."""
+
+    name: str
+    form: Form
+    classes: int
+    samples: int | None = None  # of data of one's own
+    clients: int = 0  # that the samples name
+    newcomers: int | None = None  # how many of them are new, where the data say so
+    own: bool = False
+
+
+def describe(dataset: str | Source) -> Facts:
+    """What a data set is: a built-in one, one that was added, or one in memory."""
+    if isinstance(dataset, Source):
+        clients = 0 if dataset.clients is None else len(dataset.clients)
+        new = None if dataset.newcomers is None else int(dataset.newcomers.sum())
+        return Facts(
+            dataset.name, dataset.form, len(dataset.class_names), len(dataset), clients, new, bool(dataset.digest)
+        )
+    if dataset == EMBEDDED:
+        return Facts(EMBEDDED, DIGITS, 10)
+    if dataset in CATALOG:
+        return Facts(dataset, _form(CATALOG[dataset]), len(CATALOG[dataset].class_names))
+    if dataset not in kept.names():
+        raise unknown("data set", dataset, (*NAMES, *kept.names()))
+    told = kept.about(dataset)
+    return Facts(dataset, told.input, len(told.classes), told.samples, told.clients, told.newcomers, own=True)
+
+
+def partition_of(facts: Facts) -> Partition:
+    """How a data set is split unless told otherwise."""
+    if facts.own:
+        return own_partition(facts.samples or 0, facts.clients, facts.newcomers)
+    return default_partition(facts.name)
+
+
+def training_clients(partition: Partition, facts: Facts) -> int:
+    """How many clients of a partition train."""
+    return partition.clients - (facts.newcomers or 0 if partition.new_clients is None else partition.new_clients)
+
+
+def _form(specification: Specification) -> Pixels:
+    return Pixels(shape=specification.shape, scale=255.0, mean=specification.mean, std=specification.std)
 
 
 def locate(name: str) -> Path | None:
     """The folder that holds a data set's files, or none if they have to be downloaded (or are embedded)."""
     if name == EMBEDDED:
         return None
+    if name in kept.names():
+        return kept.folder_of(name)
     specification = _specification(name)
     return next((folder for folder in _folders(specification) if _present(specification, folder)), None)
 
@@ -93,14 +131,14 @@ def fetch(name: str) -> Path:
         return folder
     if not specification.downloads:
         raise _missing(name, specification)
-    target = _cache_folder() / "datasets" / specification.folder
+    target = cache_folder() / "datasets" / specification.folder
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as temporary:
             complete = Path(temporary) / "complete"
             complete.mkdir()
             download_files(specification.downloads, [file.name for file in specification.files], complete)
-            _rename_unless_there(complete, target)
+            rename_unless_there(complete, target)
     except (OSError, DataError) as error:
         raise DataError(f"cannot fetch {specification.title}: {error}. {_by_hand(specification)}") from error
     return target
@@ -111,6 +149,12 @@ def check(name: str) -> list[FileCheck]:
     if name == EMBEDDED:
         _digits()
         return []
+    if name not in CATALOG:
+        try:
+            kept.check(name)
+        except DataError as error:
+            return [FileCheck(kept.folder_of(name), str(error))]
+        return [FileCheck(kept.folder_of(name), None)]
     specification = _specification(name)
     if (folder := locate(name)) is None:
         raise _missing(name, specification)
@@ -143,20 +187,18 @@ def _digits() -> Source:
         array.flags.writeable = False
     return Source(
         name=EMBEDDED,
-        images=images,
+        x=images,
         labels=labels,
         class_names=tuple(map(str, range(10))),
         train_count=len(labels),
         groups=None,
-        scale=16.0,
-        mean=(0.3053,),  # its own, as MNIST is normalized by its own
-        std=(0.3761,),
+        form=DIGITS,
     )
 
 
 def _specification(name: str) -> Specification:
     if name not in CATALOG:
-        raise unknown("data set", name, NAMES)
+        raise unknown("data set", name, (*NAMES, *kept.names()))
     return CATALOG[name]
 
 
@@ -169,12 +211,8 @@ def _folders(specification: Specification) -> Iterator[Path]:
         if not folder.is_dir():
             raise DataError(f"UPFL_DATA is {root!r}, which is not a folder: correct it or unset it")
         yield folder / specification.folder
-    yield _cache_folder() / "datasets" / specification.folder
+    yield cache_folder() / "datasets" / specification.folder
     yield from specification.system_folders
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("UPFL_CACHE") or user_cache_dir("upfl")).expanduser()
 
 
 def _present(specification: Specification, folder: Path) -> list[tuple[File | None, Path]]:
@@ -300,10 +338,10 @@ def _decoded(name: str, specification: Specification, folder: Path) -> Columns:
             complete = Path(temporary) / "complete"
             complete.mkdir()
             for column, values in decoded.items():
-                _save(complete / f"{column}.npy", values)
-            if not _rename_unless_there(complete, target) and open_target() is None:
+                save_array(complete / f"{column}.npy", values)
+            if not rename_unless_there(complete, target) and open_target() is None:
                 shutil.rmtree(target)  # damaged, or it would have been opened
-                _rename_unless_there(complete, target)
+                rename_unless_there(complete, target)
     except OSError as error:
         raise DataError(f"cannot keep the decoded {specification.title} in {target.parent}: {error}") from error
     if (columns := open_target()) is None:
@@ -314,40 +352,15 @@ def _decoded(name: str, specification: Specification, folder: Path) -> Columns:
 def _open_arrays(specification: Specification, folder: Path) -> Columns | None:
     """The arrays in `folder`, memory-mapped, or none if they are missing or damaged in any way."""
     try:
-        columns = {column: _open_array(folder / f"{column}.npy") for column in _columns(specification)}
+        columns = {column: open_array(folder / f"{column}.npy") for column in _columns(specification)}
     except Exception:  # NumPy's reader fails in many ways on damaged bytes; all of them mean: decode again
         return None
     return columns if _consistent(specification, columns) else None
 
 
-def _open_array(path: Path) -> NDArray[Any]:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if path.stat().st_size != array.offset + array.nbytes or not array.flags.c_contiguous:
-        raise ValueError("not as it was written")
-    return array  # type: ignore[no-any-return]
-
-
-def _save(path: Path, values: NDArray[Any]) -> None:
-    with path.open("wb") as file:
-        np.save(file, np.ascontiguousarray(values), allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _rename_unless_there(folder: Path, target: Path) -> bool:
-    """Put a complete folder in its place in one step; another process may have been first, which is as good."""
-    try:
-        folder.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        return False
-    return True
-
-
 def _writable_folder() -> Path:
     """Where decoded arrays go: the cache folder, or a private temporary one if that cannot be written."""
-    folder = _cache_folder() / "decoded"
+    folder = cache_folder() / "decoded"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

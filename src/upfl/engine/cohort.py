@@ -26,6 +26,7 @@ from upfl.randomness import generator
 from upfl.state import State, all_aligned
 
 LEFT_OUT = {1: "its loss is not finite", 2: "its update is not finite, too large, or not of the expected form"}
+NEW_CLIENTS = frozenset({"test", "test_before", "test_last", "test_best", "steps"})  # figures about new clients
 Tell = Callable[[str], None]
 
 
@@ -92,6 +93,9 @@ class LocalCohort(Cohort):
     def __init__(self, setup: Setup, folder: RunFolder, group: Group) -> None:
         super().__init__(setup, group)
         self.folder = folder
+        limit, federation = setup.config.evaluate_clients, setup.federation
+        if not any(federation.has_labels(i) for i in range(len(federation.new))[:limit]):
+            self.withheld = NEW_CLIENTS
         self.steps = steps_of(setup.training, setup.device, lambda text: self.note(text))
 
     def participants(self, round: int) -> list[int]:

@@ -84,7 +84,12 @@ def evaluate(
     """Score a personalizer on every client (or the first `limit` of each kind), shared out among the workers."""
     training = validation_counts(federation, inputs, personalizer, given, seed, group, memory, limit)
     new, steps = newcomer_counts(federation, inputs, personalizer, given.published, seed, group, limit)
-    return Scores(training, new, steps, torch.from_numpy(federation.training.held_out))
+    return Scores(training, new, steps, held_out(federation, training))
+
+
+def held_out(federation: Federation, counts: Tensor) -> Tensor:
+    """Whether each training client that counts are of is held out."""
+    return torch.from_numpy(federation.training.held_out[: len(counts)])
 
 
 def validation_counts(
@@ -97,9 +102,12 @@ def validation_counts(
     memory: Memory = lambda client: None,
     limit: int | None = None,
 ) -> Tensor:
-    """What a personalizer gets right of each training client's validation data: [clients, 3]."""
-    counts = torch.zeros(len(federation.training), 3, dtype=torch.int64)
+    """What a personalizer gets right of each training client's validation data: [clients, 3].
+
+    Of very many clients of which a few are scored, those up to the last that is.
+    """
     sizes, chosen = federation.training.counts("validation"), validating(federation, limit)
+    counts = torch.zeros(max(chosen, default=-1) + 1, 3, dtype=torch.int64)
     for i in group.share(chosen, sizes[chosen].tolist()):
         if sizes[i]:
             group.check()
@@ -145,10 +153,11 @@ def newcomer_counts(
     limit: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What a personalizer gets right of each new client's data, [clients, 3], and the steps that it took."""
-    counts = torch.zeros(len(federation.new), 3, dtype=torch.int64)
-    steps = torch.zeros(len(federation.new), dtype=torch.int64)
     sizes = federation.new.sizes()[:limit]
-    for i in group.share(range(len(sizes)), sizes.tolist()):
+    counts = torch.zeros(len(sizes), 3, dtype=torch.int64)
+    steps = torch.zeros(len(sizes), dtype=torch.int64)
+    scored = [i for i in range(len(sizes)) if federation.has_labels(i)]
+    for i in group.share(scored, sizes[scored].tolist()):
         group.check()
         counts[i], steps[i] = score_newcomer(federation, inputs, personalizer, published, seed, i)
     group.sum_(counts)
@@ -170,17 +179,45 @@ def score_newcomer(
 
 
 def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
-    """(correct before, correct after, samples)"""
+    """(correct before, correct after, samples); those without a label do not count"""
     before, after = ((logits.argmax(1) == y).sum() for logits in (personalized.before, personalized.logits))
-    return torch.tensor([int(before), int(after), len(y)])
+    return torch.tensor([int(before), int(after), int((y >= 0).sum())])
+
+
+def unscored(
+    federation: Federation,
+    inputs: Inputs,
+    personalizer: Personalizer[Any],
+    published: Published,
+    seed: int,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """What can be told of new clients without labels: their class mix, and the accuracy that is estimated."""
+    found = []
+    for i in range(len(federation.new))[:limit]:
+        if federation.has_labels(i):
+            continue
+        personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, i))
+        diary = personalized.diary
+        mix = diary.mix or personalized.logits.double().softmax(1).mean(0).tolist()
+        found.append(
+            {
+                "client": i,
+                "name": federation.name("new", i),
+                "samples": int(federation.new.sizes()[i]),
+                "mix": {name: round(share, 4) for name, share in zip(federation.source.class_names, mix, strict=True)},
+                "estimates": [[one.value, one.low, one.high] for one in diary.accuracy],
+            }
+        )
+    return found
 
 
 def by_architecture(federation: Federation, training: Tensor, new: Tensor) -> dict[str, dict[str, Any]]:
     """Scores of the clients of each architecture, where clients differ in that; None where none was scored."""
     if not federation.architectures:
         return {}
-    if (held_out := torch.from_numpy(federation.training.held_out)).any():
-        training = training * held_out.unsqueeze(1)
+    if federation.training.held_out.any():
+        training = training * held_out(federation, training).unsqueeze(1)
     scores: dict[str, dict[str, Any]] = {}
     for name in federation.architectures:
         held = {

@@ -118,7 +118,7 @@ def stacked(states: Sequence[State]) -> State:
 def padded(batches: Sequence[Batch]) -> Batch:
     """Clients' batches along a new first dimension, filled up to the longest with samples that do not count."""
     size = max(len(batch.y) for batch in batches)
-    masks = [batch.x.new_ones(len(batch.y)) if batch.mask is None else batch.mask for batch in batches]
+    masks = [batch.floats().fill_(1) if batch.mask is None else batch.mask for batch in batches]
     return Batch(
         torch.stack([_filled(batch.x, size) for batch in batches]),
         torch.stack([_filled(batch.y, size) for batch in batches]),

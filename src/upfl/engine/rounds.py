@@ -13,7 +13,7 @@ from upfl.config import Config
 from upfl.contract import Published, Training
 from upfl.data.federation import ROLES, Federation
 from upfl.engine.cohort import Cohort, LocalCohort
-from upfl.engine.evaluate import Scores, by_architecture
+from upfl.engine.evaluate import Scores, by_architecture, held_out, unscored
 from upfl.engine.fitting import fit_by
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Best, Progress, RunFolder
@@ -241,13 +241,14 @@ class Engine(Generic[C]):
 
     def result(self) -> dict[str, Any]:
         """The scores, as `result.json` has them."""
-        rows, metrics, held_out = [], self.folder.metrics(), torch.from_numpy(self.federation.training.held_out)
+        rows, metrics = [], self.folder.metrics()
         for row, best in self.progress.best.items():
             correct = {kind: self.progress.correct[f"{row}.{kind}"] for kind in ROLES}
+            aside = held_out(self.federation, correct["training"])
             clients = [
                 {"client": i, "kind": kind, "accuracy": 100 * after / size, "before": 100 * before / size, "size": size}
                 | ({"architecture": self.federation.architecture(kind, i)} if self.federation.architectures else {})
-                | ({"held_out": True} if kind == "training" and held_out[i] else {})
+                | ({"held_out": True} if kind == "training" and aside[i] else {})
                 for kind in ROLES
                 if kind == "new" or not self.cohort.summed
                 for i, (before, after, size) in enumerate(correct[kind].tolist())
@@ -256,7 +257,7 @@ class Engine(Generic[C]):
             figures = {
                 "row": row,
                 "validation": best.validation,
-                **Scores(correct["training"], correct["new"], torch.empty(0), held_out).validation_own,
+                **Scores(correct["training"], correct["new"], torch.empty(0), aside).validation_own,
                 "test": best.test,
                 "test_before": best.before,
                 "test_last": best.test_last,
@@ -264,6 +265,7 @@ class Engine(Generic[C]):
                 "best_round": best.round,
                 **by_architecture(self.federation, correct["training"], correct["new"]),
                 "clients": clients,
+                **self._unscored(row, best.round),
             }
             rows.append(self._without_withheld(figures))
         return {
@@ -278,6 +280,16 @@ class Engine(Generic[C]):
             "rows": rows,
             **self.cohort.summary(),
         }
+
+    def _unscored(self, row: str, round: int) -> dict[str, Any]:
+        """Of new clients without labels, what can be told without them."""
+        setup, limit = self.setup, self.config.evaluate_clients
+        if (setup.federation.source.labels >= 0).all():
+            return {}
+        name = next(name for name in setup.personalizers if row_name(self.training.name, name) == row)
+        published = self.folder.load_best(round)
+        told = unscored(setup.federation, setup.inputs, setup.personalizers[name], published, self.config.seed, limit)
+        return {"unscored": told} if told else {}
 
     def _without_withheld(self, figures: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in figures.items() if name not in self.cohort.withheld}

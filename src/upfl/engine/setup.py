@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from upfl import data
+from upfl import data, models
 from upfl.config import Config
 from upfl.contract import Personalizer, Task, Training
 from upfl.data.federation import Federation
+from upfl.data.forms import Pixels, Tokens
 from upfl.data.inputs import Inputs
+from upfl.data.large import federation_of
 from upfl.engine.clients import LocalClient
 from upfl.engine.fitting import require_data
 from upfl.errors import ConfigError
@@ -58,11 +60,12 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
         federation = named_federation(config)
     source = federation.source
     inputs = Inputs(source, where)
-    (_, channels, height, breadth), classes = source.images.shape, len(source.class_names)
-    shape = (channels, height, breadth)
+    shape, classes = source.form.shape, len(source.class_names)
     kind, hyper = training_class(config.training_name), config.training_hyper()
+    require_form(config, kind, source)
+    own = kind.own_model(source.form.image, classes, hyper) if isinstance(source.form, Pixels) else None
     task = Task(
-        model=kind.own_model(shape, classes, hyper) or config.model.build(shape, classes),
+        model=own or config.model.build(shape, classes),
         classes=classes,
         clients=len(federation.training),
         participants=config.participants(len(federation.training)),
@@ -88,10 +91,27 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
     return Setup(config, where, federation, inputs, training, personalizers)
 
 
+def require_form(config: Config, kind: type[Training[Any]], source: data.Source) -> None:
+    """Refuse a training or a model that does not take samples of the data's form."""
+    form = source.form
+    if kind.own_model.__func__ is not Training.own_model.__func__ and not isinstance(form, Pixels):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{kind.name} makes its features of images; {source.name} has {form.noun}: take another training"
+        )
+    if not kind.takes_tokens and isinstance(form, Tokens):
+        raise ConfigError(f"{kind.name} takes numbers; {source.name} has {form.noun}: take another training")
+    for one in (config.model.name, *(size.name or config.model.name for size in config.model.sizes.values())):
+        if isinstance(form, Tokens) and "vocabulary" not in models.entry(one).Hyper.model_fields:
+            raise ConfigError(
+                f"model '{one}' takes numbers; {source.name} has {form.noun}: take `embedding`, or a model of your own "
+                "with an option `vocabulary`"
+            )
+
+
 def named_federation(config: Config) -> Federation:
     """The federation over the named data set of a configuration."""
     source = data.load(config.dataset)
-    return data.build_federation(source, config.partition, config.partition_seed, config.model.sizes)
+    return federation_of(source, config.partition, config.partition_seed, config.model.sizes)
 
 
 def checked_device(name: str) -> torch.device:

@@ -136,7 +136,7 @@ def _personal_model(message: Message, node: Node) -> PersonalModel:
             raise ConfigError(f"node-config: newcomer is {node.newcomer}; there are {len(federation.new)}")
         if federation.new.angles[node.newcomer]:
             raise ConfigError("node-config: newcomer: images of this partition are turned; give data")
-        samples: Images = federation.source.images[federation.new.all(node.newcomer)]
+        samples: Images = federation.source.x[federation.new.all(node.newcomer)]
     elif node.data is not None:
         samples = node.data
     else:

@@ -15,7 +15,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from upfl.contract import CrossFitted, Fit
-from upfl.engine.cohort import Cohort, Tell
+from upfl.engine.cohort import NEW_CLIENTS, Cohort, Tell
 from upfl.engine.evaluate import Scores, newcomer_counts, validating
 from upfl.engine.fitting import clients_of, fit_rounds
 from upfl.engine.fold import FixedPointSum
@@ -43,7 +43,6 @@ from upfl.state import State, norm, prefixed
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
 STEP = 2.0  # seconds between looks for nodes
-NEW_CLIENTS = frozenset({"test", "test_before", "test_last", "test_best", "steps"})  # figures about new clients
 
 
 class NodeCohort(Cohort):

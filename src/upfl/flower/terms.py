@@ -21,10 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from upfl.bundle.manifest import TaskSection
 from upfl.config import Config, configure, listed, read_toml, validated
 from upfl.data.federation import Clients, Federation, validation_sizes
-from upfl.data.files import load_labelled
-from upfl.data.inputs import InputFormat
+from upfl.data.forms import Form, Pixels
+from upfl.data.given import labelled
 from upfl.data.partition import Indices
-from upfl.data.sources import Source
+from upfl.data.source import Source
 from upfl.engine.setup import named_federation
 from upfl.errors import ConfigError
 from upfl.flower.privacy import Privacy
@@ -102,12 +102,12 @@ class FederationTask(TaskSection):
 
     @classmethod
     def of(cls, source: Source, clients: int) -> FederationTask:
-        return cls(name=source.name, classes=source.class_names, input=InputFormat.of(source), clients=clients)
+        return cls(name=source.name, classes=source.class_names, input=source.form, clients=clients)
 
-    def source(self, images: NDArray[Any], labels: Indices, scale: float) -> Source:
+    def source(self, x: NDArray[Any], labels: Indices, scale: float) -> Source:
         """Samples of this task as a data set of their own."""
-        form = self.input
-        return Source(self.name, images, labels, self.classes, len(labels), None, scale, form.mean, form.std)
+        form = self.input.model_copy(update={"scale": scale}) if isinstance(self.input, Pixels) else self.input
+        return Source(self.name, x, labels, self.classes, len(labels), None, form)
 
 
 class Terms(BaseModel):
@@ -185,7 +185,7 @@ def node_federation(terms: Terms, node: Node) -> Federation:
             ).public()
         return federation
     require_no_public_set(terms.config)
-    own = load_labelled(node.data, task.input.image, task.classes, task.input.scale)
+    own = labelled(node.data, task.input, task.classes)
     assert own.labels is not None
     count, partition = len(own), terms.config.partition
     order = np.random.default_rng(seed_of(terms.config.partition_seed, "partition", "node", node.client))
@@ -195,7 +195,7 @@ def node_federation(terms: Terms, node: Node) -> Federation:
     clients = Clients(
         order.permutation(count), np.concatenate([[0], np.cumsum(sizes)]), train_counts, np.zeros(task.clients)
     )
-    return Federation(task.source(own.images, own.labels, own.scale), clients, nobody(), np.empty(0, np.int64), ())
+    return Federation(task.source(own.x, own.labels, own.scale), clients, nobody(), np.empty(0, np.int64), ())
 
 
 def unseen_federation(task: FederationTask) -> Federation:
@@ -203,8 +203,12 @@ def unseen_federation(task: FederationTask) -> Federation:
     ones = np.ones(task.clients, np.int64)
     twice = np.zeros(2 * task.clients, np.int64)  # once to train, once to validate
     clients = Clients(twice, 2 * np.arange(task.clients + 1), ones, np.zeros(task.clients))
-    blank = task.source(np.zeros((1, *task.input.shape), np.uint8), np.zeros(1, np.int64), task.input.scale)
+    blank = task.source(np.zeros((1, *task.input.shape), task.input.dtype), np.zeros(1, np.int64), _scale(task.input))
     return Federation(blank, clients, nobody(), np.empty(0, np.int64), ())
+
+
+def _scale(form: Form) -> float:
+    return form.scale if isinstance(form, Pixels) else 1.0
 
 
 def require_no_public_set(config: Config) -> None:

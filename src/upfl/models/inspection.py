@@ -17,9 +17,9 @@ from upfl.randomness import generator
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
-def checked(name: str, net: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+def checked(name: str, net: nn.Module, x: Tensor, classes: int) -> None:
     """Refuse a module that cannot be trained here, and say what is wrong and what to do about it."""
-    problem = _structure(net) or _behaviour(net, shape, classes)
+    problem = _structure(net) or _behaviour(net, x, classes)
     if problem:
         raise ConfigError(f"model '{name}': {problem}")
 
@@ -94,9 +94,8 @@ def _structure(net: nn.Module) -> str | None:
     return None
 
 
-def _behaviour(net: nn.Module, shape: tuple[int, ...], classes: int) -> str | None:
+def _behaviour(net: nn.Module, x: Tensor, classes: int) -> str | None:
     """What shows only when it runs, on two samples of noise."""
-    x = torch.randn(2, *shape, generator=generator("module", "example"))
     given = x.clone()
     for training in (False, True):
         net.train(training)

@@ -96,7 +96,7 @@ class Module(Functional):
         self._make, self._shape, self._description = make, shape, dict(description)
         with default_generator("module", "skeleton"), torch.inference_mode(False), torch.enable_grad():
             self._net = make()
-            inspection.checked(str(description["name"]), self._net, shape, classes)
+            inspection.checked(str(description["name"]), self._net, self._example(), classes)
             self.random = inspection.draws(self._net, self._example())
             self._net.eval()
             self.head = inspection.head(self._net, self._example())
@@ -195,7 +195,10 @@ class Module(Functional):
             return inspection.why_not_twice(self._make(), self._example())
 
     def _example(self) -> Tensor:
-        return torch.randn(2, *self._shape, generator=generator("module", "example"))
+        """Two samples of noise: tokens for a model that has a vocabulary among its options, numbers for any other."""
+        source, shape = generator("module", "example"), (2, *self._shape)
+        vocabulary = self._description.get("options", {}).get("vocabulary")
+        return torch.randn(shape, generator=source) if vocabulary is None else tokens(vocabulary, shape, source)
 
 
 class _ReadError(Exception):
@@ -235,6 +238,10 @@ class Headed(Functional):
 
     def why_not_twice(self) -> str | None:
         return self._body.why_not_twice()
+
+
+def tokens(vocabulary: int, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    return torch.randint(vocabulary, shape, generator=source)
 
 
 def _channels_first(x: Tensor) -> Tensor:

@@ -50,7 +50,18 @@ class NewRow(Part):
         return {client.client: client for client in self.clients if client.kind == "new"}
 
 
+class Unscored(Part):
+    """A new client without labels."""
+
+    client: int = Field(ge=0)
+    name: str | None = None
+    samples: int = Field(ge=1)
+    mix: dict[str, float]
+    estimates: tuple[tuple[float, float, float], ...] = ()
+
+
 class Row(NewRow):
+    unscored: tuple[Unscored, ...] = ()
     validation: Percent
     test_last: Percent
     test_best: Percent

@@ -238,7 +238,8 @@ def describe(partition: Partition) -> str:
     kinds = {
         "pathological": f"at most {partition.labels_per_client} classes a client",
         "superclass": "a superclass's classes a client",
-        "writer": "a writer a client",
+        "natural": "clients as the data name them",
+        "shard": "shards of the data sorted by label",
         "dirichlet": f"class proportions Dirichlet({partition.alpha_training:g}) in training, "
         f"({partition.alpha_new:g}) among new clients",
         "iid": "all classes alike",

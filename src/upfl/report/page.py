@@ -18,9 +18,9 @@ from pathlib import Path
 
 from upfl import __version__
 from upfl.errors import RunError
-from upfl.methods import ROWS
+from upfl.methods import ROWS, row_title
 from upfl.report import figures, rendering, tables
-from upfl.report.collect import Collected, RunData, collect, names
+from upfl.report.collect import Collected, Row, RunData, collect, names
 from upfl.report.lines import Setting, arrange, titles
 from upfl.report.tables import Table
 from upfl.safe.folder import write_file
@@ -241,6 +241,28 @@ def _run(run: RunData, name: str) -> str:
         f"{run.config.partition_seed}, commit <code>{escape(commits[:12])}</code></summary>"
         f"<p><code>{escape(str(run.path))}</code></p><p>Commit: <code>{escape(commits)}</code></p>"
         f"<ul>{sessions or '<li>worked on by: unknown</li>'}</ul><pre>{escape(run.config.to_toml())}</pre></details>\n"
+        f"{''.join(map(_unscored, run.result.rows))}"
+    )
+
+
+def _unscored(row: Row) -> str:
+    """New clients without labels: their class mix, and the accuracy that is estimated."""
+    if not row.unscored:
+        return ""
+    lines = []
+    for client in row.unscored:
+        mix = ", ".join(
+            f"{name} {share:.0%}" for name, share in sorted(client.mix.items(), key=lambda one: -one[1])[:5]
+        )
+        estimate = "{:.0%} ({:.0%} to {:.0%})".format(*client.estimates[-1]) if client.estimates else "none"
+        called = client.name or str(client.client)
+        lines.append(
+            f"<tr><td>{escape(called)}</td><td>{client.samples}</td><td>{estimate}</td><td>{escape(mix)}</td></tr>"
+        )
+    head = "<tr><th>client</th><th>samples</th><th>estimated accuracy</th><th>class mix</th></tr>"
+    return (
+        f"<details><summary>{escape(row_title(row.row))}: {len(row.unscored)} new clients without labels</summary>"
+        f"<table>{head}{''.join(lines)}</table></details>\n"
     )
 
 

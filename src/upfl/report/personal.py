@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upfl.bundle import PersonalModel, class_mix
-from upfl.data.files import Samples
+from upfl.data.samples import Samples
 
 LEAST_CERTAIN = 24
 CLASSES = 30
@@ -31,7 +31,7 @@ svg { max-width: 100%; height: auto } .note { color: #52606d } .cards { display:
 def page(mine: PersonalModel, samples: Samples) -> str:
     """What was found about the samples that a model was personalized on."""
     manifest, diary = mine.manifest, mine.diary
-    title = f"{manifest.samples} images, personalized by {manifest.personalizer}"
+    title = f"{manifest.samples} {manifest.task.input.noun}, personalized by {manifest.personalizer}"
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     made = f"Task {manifest.task.name}, training {manifest.training.name}, round {manifest.training.round}"
     parts = [
@@ -43,7 +43,7 @@ def page(mine: PersonalModel, samples: Samples) -> str:
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(diary.decision[:1].upper() + diary.decision[1:])}.</p>",
         f"<p class=note>{escape(made)}; {escape(manifest.made_with)}.",
-        "This page shows some of your images: pass it on as you would pass them on.</p>",
+        f"This page tells about your {manifest.task.input.noun}: pass it on as you would pass them on.</p>",
         *_accuracy(mine),
         *_mix(mine),
         *_diary(mine),
@@ -111,12 +111,17 @@ def _least_certain(mine: PersonalModel, samples: Samples) -> list[str]:
     best = probabilities.argmax(1)
     certainty = probabilities.max(1)
     figures = [
-        f'<figure><img alt="" src="{_data_url(samples, int(i))}"><figcaption>'
+        f"<figure>{_picture(mine, samples, int(i))}<figcaption>"
         f"<b>{escape(str(mine.classes_[best[i]]))}</b> {certainty[i]:.0%}<br>{escape(_readable(samples.names[i]))}"
         "</figcaption></figure>"
         for i in np.argsort(certainty, kind="stable")[:LEAST_CERTAIN]
     ]
     return ["<h2>Least certain predictions</h2>", f"<div class=cards>{''.join(figures)}</div>"]
+
+
+def _picture(mine: PersonalModel, samples: Samples, index: int) -> str:
+    """A sample to look at, where it is an image."""
+    return f'<img alt="" src="{_data_url(samples, index)}">' if mine.manifest.task.input.kind == "pixels" else ""
 
 
 def _readable(name: str) -> str:
@@ -126,7 +131,7 @@ def _readable(name: str) -> str:
 def _data_url(samples: Samples, index: int) -> str:
     from PIL import Image  # here, because it is needed for this page alone
 
-    values: NDArray[np.float64] = samples.images[index].astype(np.float64) * (255 / samples.scale)
+    values: NDArray[np.float64] = samples.x[index].astype(np.float64) * (255 / samples.scale)
     pixels = np.rint(values).astype(np.uint8)
     image = pixels[0] if len(pixels) != 3 else np.ascontiguousarray(pixels.transpose(1, 2, 0))
     content = io.BytesIO()

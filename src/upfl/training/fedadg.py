@@ -91,7 +91,7 @@ class FedADG(LocalTraining[FedADGHyper]):
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, weight = self.hyper, batch.weight()
         psi, g, d = (select(carry, part) for part in ("psi", "generator", "discriminator"))
-        labels = F.one_hot(batch.y, self.task.classes).to(batch.x.dtype)
+        labels = F.one_hot(batch.y, self.task.classes).to(batch.floats().dtype)
         noise = torch.cat([batch.noise["noise"], labels], dim=1)
         rate, adversarial = hyper.rate(hyper.lr, round), hyper.rate(hyper.adversarial_lr, round)
 
