@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from upfl.config import Config, configure
 from upfl.contract import Client, Personalizer, Published, Task, Training, Unlabelled
 from upfl.engine.clients import LocalClient
 from upfl.engine.fold import FixedPointSum
+from upfl.engine.setup import Setup, assemble
 from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
 from upfl.personalize.calibration import Correction
 from upfl.state import State, prefixed, select
 from upfl.testing.parts import Parts as Parts
+from upfl.testing.parts import snapshot as snapshot
+from upfl.testing.parts import storable as storable
 from upfl.training.fedavg import FedAvg
 
 plugins.load(plugins.from_environment())  # a method of one's own is checked like the others
@@ -140,6 +144,11 @@ def briefly(name: str, **options: Any) -> Config:
     return config_of(name, score=[key for key in SCORED[name] if not _is_fitted(key)], **options)
 
 
+def until(config: Config, round: int) -> Setup:
+    """The parts of a run that ends after so many of its rounds, whether or not its training is complete by then."""
+    return replace(assemble(config), config=config.model_copy(update={"rounds": round}))
+
+
 def train_one(training: Training[Any], server: State, memory: State, client: LocalClient) -> tuple[State, State]:
     """A client's round by the contract: what goes up, what the client keeps."""
     carry = training.begin(server, memory, client)
@@ -160,22 +169,6 @@ def folded(training: Training[Any], server: State, clients: Iterable[LocalClient
     for up in ups:
         total.add(up)
     return total
-
-
-def snapshot(state: State) -> State:
-    return {name: value.clone() for name, value in state.items()}
-
-
-def assert_storable(state: State) -> None:
-    """Contiguous; floating-point values single precision and finite."""
-    for name, value in state.items():
-        assert value.is_contiguous(), name
-        assert not value.requires_grad, name
-        if value.is_floating_point():
-            assert value.dtype == torch.float32, name
-            assert value.isfinite().all(), name
-        else:
-            assert value.dtype == torch.int64, name
 
 
 _straight: dict[str, Outcome] = {}

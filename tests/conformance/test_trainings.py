@@ -13,10 +13,10 @@ from tests.conformance.common import (
     CLIENTS,
     CPU,
     Parts,
-    assert_storable,
     briefly,
     of_every_training,
     of_remembering_trainings,
+    storable,
     train_one,
 )
 from tests.runs import assert_same_bits, begun
@@ -81,7 +81,7 @@ def test_memory_comes_back_from_the_run_folder_as_it_went(name: str, parts: Part
     memory = parts.training.memory(parts.client(1))
     for round in range(3):
         _, memory = train_one(parts.training, parts.server, memory, parts.client(1, round))
-        assert_storable(memory)
+        storable(memory, "memory")
         folder.save_memory(1, round, memory)
         assert_same_bits(folder.load_memory(1, round, CPU), memory)
 
@@ -93,7 +93,7 @@ def test_a_first_memory_is_the_seeds_and_the_clients_whenever_it_is_made(name: s
     engine.run()
     idle = next(i for i in range(CLIENTS) if int(engine.progress.memory_rounds[i]) < 0)
     assert_same_bits(engine.cohort.memory(idle), engine.training.memory(engine.setup.client(idle, 0)))
-    assert_storable(engine.cohort.memory(idle))
+    storable(engine.cohort.memory(idle), "memory")
 
 
 @of_remembering_trainings

@@ -21,9 +21,13 @@ from upfl import api, bundle, cli, configure, models, plugins
 from upfl.bundle.manifest import MANIFEST, SUMS
 from upfl.config import Config
 from upfl.engine.folder import RunFolder
+from upfl.engine.local import train_alone
 from upfl.engine.rounds import Engine
 from upfl.engine.setup import assemble
 from upfl.errors import BundleError, ConfigError
+from upfl.state import State
+from upfl.testing.parts import parts_of
+from upfl.testing.parts import small as testing_config
 
 SMALL = ("iterations=2", "batch_size=8", "partition.clients=8")
 SCALE: dict[str, Any] = {"rounds": 2, "clients_per_round": 2, "evaluate_every": 2, "evaluate_clients": 2}
@@ -141,6 +145,26 @@ def test_workers_and_resume_give_the_same_bits(model: str, tmp_path: Path) -> No
     expected = outcome(RunFolder.open(alone.path))
     for other in ("two", "stopped"):
         assert_same(outcome(RunFolder.open(tmp_path / other)), expected)
+
+
+def test_what_a_step_draws_depends_on_seed_client_round_and_step_alone() -> None:
+    """Not on how much the steps before it drew."""
+    parts = parts_of(testing_config("fedavg", "own-dropout"))
+
+    def drawn(id: int, round: int, burnt: int) -> list[float]:
+        seen = []
+
+        def steps(phase: Any, carry: State, batch: Any, round: int) -> tuple[State, Tensor]:
+            seen.append(float(torch.rand(())))
+            torch.rand(burnt)
+            return carry, torch.zeros(())
+
+        train_alone(parts.training, {}, parts.client(id, round), round, steps)
+        return seen
+
+    few = drawn(0, 0, 1)
+    assert drawn(0, 0, 100) == few
+    assert len({*few, *drawn(1, 0, 1), *drawn(0, 1, 1)}) == 3 * len(few)
 
 
 @pytest.fixture(scope="module")
