@@ -1,7 +1,8 @@
 """How near `auto` comes to the best single personalizer: `python -m benchmarks.auto digits=p0.json,p1.json ...`.
 
 Each argument is a setting and its files, one for each partition, as `upfl score RUN --score
-none,one-step,early-stopped,calibrated,label-shift,auto -o FILE` writes them. The best single personalizer of a setting
+none,calibrated,label-shift,refit+calibrated,refit+label-shift,one-step,early-stopped,auto -o FILE` writes them, without
+those that the training does not allow. The best single personalizer of a setting
 is the one with the highest mean accuracy over its partitions, which is known only afterwards. The interval of the
 distance is a bootstrap over clients, paired, each partition for itself; below 0 `auto` is the better one. A setting
 passes where that interval reaches below half a point; where label shift is the point (`--keeps`), `auto` must also keep
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from upfl.statistics import bootstrap, mcnemar
 
-SINGLE = ("none", "one-step", "early-stopped", "label-shift")
+SINGLE = ("none", "calibrated", "label-shift", "refit+calibrated", "refit+label-shift", "one-step", "early-stopped")
 WITHIN = 0.5
 Rows = dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]  # right predictions and samples of each client
 

@@ -11,8 +11,11 @@ import torch
 
 from tests.helpers.shifts import accuracy, feature_shift, uneven
 from tests.synthetic import World, even, pairs, world
+from upfl.config import configure
 from upfl.contract import Unlabelled
+from upfl.engine.setup import assemble
 from upfl.personalize import auto
+from upfl.personalize.refit import Refit
 from upfl.state import select
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -27,7 +30,8 @@ def chosen(here: World) -> tuple[list[str], float, dict[str, float]]:
         decision = personalizer.personalize(fitted.published, Unlabelled(i, x)).diary.decision
         assert "expected accuracy" in decision
         names.append(decision.split(":")[0])
-    candidates = ("none", "calibrated", "label-shift")
+    assert isinstance(personalizer, auto.Auto)
+    candidates = personalizer.candidates
     assert set(names) <= set(candidates)
     single = {name: accuracy(here, here.personalizer(name), fitted) for name in candidates}
     return names, accuracy(here, personalizer, fitted), single
@@ -79,6 +83,23 @@ def test_auto_begins_with_the_calibrated_model() -> None:
     assert auto.choose(same, 1e-4 * torch.eye(3)) == 0
 
 
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [
+        ("fedavg", ["refit+calibrated", "refit+label-shift"]),
+        ("fedtta-prox", ["refit+calibrated", "refit+label-shift", "one-step", "early-stopped"]),
+        ("closed-form", []),
+        ("hetero-fedtta", ["one-step", "early-stopped"]),
+    ],
+)
+def test_autos_candidates_stand_on_published_refitted_and_adapted_models(method: str, further: list[str]) -> None:
+    training = assemble(configure(method, "digits")).training
+    personalizer = auto.Auto(training, auto.AutoHyper())
+    assert personalizer.candidates == ["calibrated", "none", "label-shift", *further]
+    measures = [personalizer.candidates[place] for place in personalizer.measures]
+    assert measures == ["label-shift", *(name for name in further if name == "refit+label-shift")]
+
+
 def uneven_sizes() -> World:
     here = world(uneven(4, 10), uneven(4, 3), samples=50, apart=1.3)
     sizes = [10, 50, 23, 31, 50, 44, 12, 50, 8, 37]
@@ -93,22 +114,28 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     """m ~ N(offset, V), offset ~ N(0, T): against precisions, T^-1 + V^-1, in plain NumPy."""
     here = uneven_sizes()
     personalizer = here.personalizer("auto")
+    assert isinstance(personalizer, auto.Auto)
     fitted = here.fit("none", personalizer)
+    known = select(fitted.published.fitted, "choice.auto")
+    measures, losses = personalizer.measures, np.zeros(2)
     errors, excess, chances = [], [], []
     for i, (x, y) in enumerate(zip(here.logits, here.labels, strict=True)):
         found = [
             here.personalizer(name).personalize(fitted.without(i), Unlabelled(i, x)).logits
-            for name in ("calibrated", "none", "label-shift")
+            for name in personalizer.candidates
         ]
-        r = found[-1].double().softmax(1)
+        for k, place in enumerate(measures):
+            p = found[place].double().softmax(1)[torch.arange(len(y)), y]
+            losses[k] -= float((0.99 * p + 0.01 / 4).log().sum())
+        r = found[measures[int(known["measure"])]].double().softmax(1)
         right = torch.stack([r[torch.arange(len(y)), z.argmax(1)] for z in found])
         truth = torch.stack([(z.argmax(1) == y).double().mean() for z in found])
         errors.append((truth - right.mean(1)).numpy())
         excess.append(errors[-1] ** 2 - (right * (1 - right)).mean(1).numpy() / len(y))
-        chances.append(np.zeros((3, 3)))
+        chances.append(np.zeros((5, 5)))
         for p in r.numpy():  # sums over what the label may be
             for c, probability in enumerate(p):
-                hits = np.array([float(int(z.argmax()) == c) for z in (found[0][0], found[1][0], found[2][0])])
+                hits = np.array([float(int(z[0].argmax()) == c) for z in found])
                 found_at = hits - np.array([p[int(z[0].argmax())] for z in found])
                 chances[-1] += probability * np.outer(found_at, found_at) / len(y) ** 2
             found = [z[1:] for z in found]
@@ -117,17 +144,19 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     mean = weight @ np.array(errors)
     centred = weight[:, None] * (np.array(errors) - mean)
     chance = np.einsum("i,ikl->kl", weight**2, np.array(chances))
-    v = (10 * centred.T @ centred + 3 * chance) / (9 + 3)
+    v = (10 * centred.T @ centred + 5 * chance) / (9 + 5)
     precision = np.linalg.inv(v)
-    covariance = np.linalg.inv(precision + np.eye(3) / auto.SPREAD**2)
-    known = select(fitted.published.fitted, "choice.auto")
+    covariance = np.linalg.inv(precision + np.eye(5) / auto.SPREAD**2)
+    assert int(known["measure"]) == losses.argmin()
     np.testing.assert_allclose(known["covariance"], covariance, atol=1e-8)
     np.testing.assert_allclose(known["offset"], covariance @ precision @ mean, atol=1e-5)
     np.testing.assert_allclose(known["scatter"], (weight @ np.array(excess) - mean**2).clip(0), atol=1e-6)
 
 
-def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them() -> None:
+def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs that mislead, and an estimate that is off for it: by how much, three labels of a client do not tell."""
+    no_refit = classmethod(lambda cls, training: "of one training sample a client nothing can be refitted")
+    monkeypatch.setattr(Refit, "why_not", no_refit)
 
     def known(samples: int, clients: int) -> tuple[float, float]:
         here = feature_shift(clients, size=2.5)

@@ -1,7 +1,11 @@
 """The choice among personalizers, by label-free evidence: what a newcomer that wants one good answer takes.
 
-Every candidate k makes its predictions d_k of the newcomer's samples. One posterior r, that of label-shift on the
-published model, says how many of them are right (estimate.py):
+Candidates stand on the published model, on the same with its last layer refitted over all training clients (refit.py),
+and, where the training has a guide, on adapted models. A model that is closed form already has no refitted one.
+
+Every candidate k makes its predictions d_k of the newcomer's samples. One posterior r says how many of them are right
+(estimate.py): that of label-shift on the published or on the refitted model, whichever gives training clients' labels
+the higher likelihood (a hundredth of them taken for chance, as by the gate).
 
     e_k = mean_i r_i,d_k(i)
 
@@ -20,8 +24,9 @@ as far as they know better:
     offset = T (T + V)^-1 m,   P = T - T (T + V)^-1 T,   accuracy_k = e_k + offset_k
 
 With many labels the offset is m; with few the newcomer's own evidence decides. The newcomer begins with the calibrated
-model, for which all training clients' labels speak, goes through none, label-shift and the adaptations, and leaves the
-one it has for the next only if that promises more by one standard error of the difference of their offsets, from P.
+model, for which all training clients' labels speak, goes through none, label-shift, both on the refitted model and the
+adaptations, and leaves the one it has for the next only if that promises more by one standard error of the difference
+of their offsets, from P.
 Labels of new clients play no part in any of this.
 
 Settled: label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
@@ -52,11 +57,12 @@ from upfl.contract import (
     Training,
     Unlabelled,
 )
-from upfl.personalize.calibration import Calibrated, fitted
+from upfl.personalize.calibration import Calibrated, Correction, fitted
 from upfl.personalize.estimate import accuracy_of, interval
 from upfl.personalize.fedtta import EarlyStopped, OneStep
-from upfl.personalize.label_shift import LabelShift
+from upfl.personalize.label_shift import SLIP, LabelShift
 from upfl.personalize.nothing import Nothing
+from upfl.personalize.refit import Refit
 from upfl.state import State
 
 SPREAD = 0.01  # how far estimates are off, a priori
@@ -76,9 +82,11 @@ class Auto(Personalizer[AutoHyper]):
 
     def __init__(self, training: Training[Any], hyper: AutoHyper) -> None:
         super().__init__(training, hyper)
-        self.nothing = Nothing(training, Nothing.Hyper())
-        self.calibrated = Calibrated(training, Calibrated.Hyper())
-        self.shifted = LabelShift(training, LabelShift.Hyper())
+        self.models: list[Personalizer[Any]] = [Nothing(training, Nothing.Hyper())]
+        self.corrections: list[Correction[Any]] = [_made(kind, training) for kind in (Calibrated, LabelShift)]
+        if training.takes_steps and Refit.why_not(training) is None:
+            self.models.append(Refit(training, Refit.Hyper()))
+            self.corrections += [_made(kind.on(Refit), training) for kind in (Calibrated, LabelShift)]
         self.adapted: list[Personalizer[Any]] = []
         if OneStep.why_not(training) is None:
             self.adapted.append(OneStep(training, OneStep.Hyper()))
@@ -87,19 +95,25 @@ class Auto(Personalizer[AutoHyper]):
     @property
     def candidates(self) -> list[str]:
         """In the order in which they are considered."""
-        return [self.calibrated.name, self.nothing.name, self.shifted.name, *(one.name for one in self.adapted)]
+        calibrated, *others = (one.name for one in self.corrections)
+        return [calibrated, self.models[0].name, *others, *(one.name for one in self.adapted)]
+
+    @property
+    def measures(self) -> list[int]:
+        """The places of those candidates whose posteriors the others may be measured by: label-shift of each model."""
+        return list(range(LABEL_SHIFT, 1 + len(self.corrections), 2))
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
         return Nothing.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (*self.calibrated.needs(), *self.shifted.needs(), Need.of(Choice, self))
+        return (*(need for one in self.corrections for need in one.needs()), Need.of(Choice, self))
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         known = fitted(published, f"{Choice.key}.{self.name}")
         results = self.corrected(self.uncorrected(published, client), published)
-        value, chance = measured(results)
+        value, chance = measured(results, self.measures[int(known["measure"])])
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"])
         variance = (chance + known["covariance"]).diagonal() + known["scatter"]
@@ -109,27 +123,40 @@ class Auto(Personalizer[AutoHyper]):
         return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
 
     def uncorrected(self, published: Published, client: Unlabelled) -> list[Personalized]:
-        """What none and each adaptation come to: what needs no fit."""
-        return [one.personalize(published, client) for one in (self.nothing, *self.adapted)]
+        """What none, the refitted model and each adaptation come to: what no validation label plays a part in."""
+        return [one.personalize(published, client) for one in (*self.models, *self.adapted)]
 
     def corrected(self, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
         """What each candidate comes to."""
-        nothing, *adapted = uncorrected
-        calibrated, shifted = (one.corrected(nothing, published) for one in (self.calibrated, self.shifted))
-        return [calibrated, nothing, shifted, *adapted]
+        models, adapted = uncorrected[: len(self.models)], uncorrected[len(self.models) :]
+        bases = [model for model in models for _ in (Calibrated, LabelShift)]
+        calibrated, *others = (
+            one.corrected(base, published) for one, base in zip(self.corrections, bases, strict=True)
+        )
+        return [calibrated, models[0], *others, *adapted]
 
     def _in_percent(self, expected: Tensor) -> str:
         return ", ".join(f"{name} {100 * v:.1f}" for name, v in zip(self.candidates, expected.tolist(), strict=True))
 
 
-def measured(results: list[Personalized]) -> tuple[Tensor, Tensor]:
-    """e of the candidates, and its covariance, r given. Label-shift's logits are log r."""
-    posterior = results[LABEL_SHIFT].logits.double().softmax(1).cpu()
+def _made(kind: type[Correction[Any]], training: Training[Any]) -> Correction[Any]:
+    return kind(training, kind.Hyper())
+
+
+def measured(results: list[Personalized], by: int) -> tuple[Tensor, Tensor]:
+    """e of the candidates, and its covariance, r given: label-shift's, at place `by`, whose logits are log r."""
+    posterior = results[by].logits.double().softmax(1).cpu()
     predicted = torch.stack([one.logits.argmax(1).cpu() for one in results])  # [candidates, n]
     right = posterior.gather(1, predicted.T).T
     same = predicted.unsqueeze(1) == predicted
     chance = (same * right).sum(2) - right @ right.T
     return right.mean(1), chance / len(posterior) ** 2
+
+
+def slipping_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """The negative log-likelihood of labels, a share of which is taken for chance."""
+    posterior = logits.double().softmax(1).cpu().gather(1, y.unsqueeze(1))
+    return -((1 - SLIP) * posterior + SLIP / logits.shape[1]).log().sum()
 
 
 def choose(expected: Tensor, covariance: Tensor) -> int:
@@ -150,63 +177,77 @@ class Choice(Fit):
 
     def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
         super().__init__(personalizer, given)
-        self.shape = FITS, len(personalizer.candidates)
+        self.candidates = len(personalizer.candidates)
+        self.shape = FITS, len(personalizer.measures), self.candidates
 
     def init(self, generator: torch.Generator) -> State:
-        fits, candidates = self.shape
         return {
-            "offset": torch.zeros(self.shape, dtype=torch.float64),
-            "covariance": SPREAD**2 * torch.eye(candidates, dtype=torch.float64).repeat(fits, 1, 1),
-            "scatter": torch.zeros(self.shape, dtype=torch.float64),
+            "measure": torch.zeros(FITS, dtype=torch.int64),
+            "offset": torch.zeros(FITS, self.candidates, dtype=torch.float64),
+            "covariance": SPREAD**2 * torch.eye(self.candidates, dtype=torch.float64).repeat(FITS, 1, 1),
+            "scatter": torch.zeros(FITS, self.candidates, dtype=torch.float64),
         }
 
     def memory(self, client: Client) -> State:
+        """For each fit and each measure: how far estimates are off, by chance how far, and the labels' likelihood."""
         y = self.labels(client)
         error = torch.zeros(self.shape, dtype=torch.float64)
-        chance = torch.zeros(*self.shape, self.shape[1], dtype=torch.float64)
+        chance = torch.zeros(*self.shape, self.candidates, dtype=torch.float64)
+        loss = torch.zeros(self.shape[:2], dtype=torch.float64)
         for fit, published, uncorrected in self.plays(client, self.personalizer.uncorrected):
             results = self.personalizer.corrected(uncorrected, published)
-            value, chance[fit] = measured(results)
-            error[fit] = torch.tensor([accuracy_of(one.logits, y) for one in results]) - value
-        return {"error": error, "chance": chance, "samples": torch.tensor(len(y))}
+            truth = torch.tensor([accuracy_of(one.logits, y) for one in results])
+            for i, by in enumerate(self.personalizer.measures):
+                value, chance[fit, i] = measured(results, by)
+                error[fit, i] = truth - value
+                loss[fit, i] = slipping_loss(results[by].logits, y)
+        return {"error": error, "chance": chance, "loss": loss, "samples": torch.tensor(len(y))}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         error, chance = carry["error"], carry["chance"]
         taking = self.takes_part(client.id)
-        weight = (taking * carry["samples"].double() / 1024).unsqueeze(1)  # a power of two, which cancels
+        weight = (taking * carry["samples"].double() / 1024).view(-1, 1, 1)  # a power of two, which cancels
         square = weight.square()
         return {
             "clients": taking,
+            "loss": carry["loss"] / 1024,
             "weight": weight,
             "error": weight * error,
-            "excess": weight * (error.square() - chance.diagonal(dim1=1, dim2=2)),
+            "excess": weight * (error.square() - chance.diagonal(dim1=2, dim2=3)),
             "square": square,
             "square_error": square * error,
-            "square_product": square.unsqueeze(2) * error.unsqueeze(2) * error.unsqueeze(1),
-            "chance": square.unsqueeze(2) * chance,
+            "square_product": square.unsqueeze(3) * error.unsqueeze(3) * error.unsqueeze(2),
+            "chance": square.unsqueeze(3) * chance,
         }, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """m and V, with n^2 (error - m)(error - m)^T summed by its terms; then what stands above."""
-        candidates, weight = self.shape[1], total["weight"].clamp(min=1e-9)
+        best = total["loss"].argmin(1)
+        by = {
+            name: total[name][torch.arange(FITS), best]
+            for name in ("error", "excess", "square_error", "square_product", "chance")
+        }
+        weight, square = total["weight"].view(-1, 1).clamp(min=1e-9), total["square"]
         clients = total["clients"].double().view(-1, 1, 1)
-        m = total["error"] / weight
-        mixed = total["square_error"].unsqueeze(2) * m.unsqueeze(1)
-        squares = total["square"].unsqueeze(2) * m.unsqueeze(2) * m.unsqueeze(1)
-        scatter = total["square_product"] - mixed - mixed.mT + squares
-        v = (clients * scatter + candidates * total["chance"]) / (clients - 1 + candidates).clamp(min=1)
+        m = by["error"] / weight
+        mixed = by["square_error"].unsqueeze(2) * m.unsqueeze(1)
+        scatter = by["square_product"] - mixed - mixed.mT + square * m.unsqueeze(2) * m.unsqueeze(1)
+        v = (clients * scatter + self.candidates * by["chance"]) / (clients - 1 + self.candidates).clamp(min=1)
         v = v / weight.square().unsqueeze(2)
-        prior = SPREAD**2 * torch.eye(candidates, dtype=m.dtype)
+        prior = SPREAD**2 * torch.eye(self.candidates, dtype=m.dtype)
         gain = torch.linalg.solve(prior + v, prior.expand_as(v)).mT  # T (T + V)^-1
         return {
+            "measure": best,
             "offset": (gain @ m.unsqueeze(2)).squeeze(2),
             "covariance": prior - gain @ prior,
-            "scatter": (total["excess"] / weight - m.square()).clamp(min=0),
+            "scatter": (by["excess"] / weight - m.square()).clamp(min=0),
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"offset": (-1, 1), "covariance": (-1, 1), "scatter": (0, 1)}
+        return {"measure": (0, self.shape[1] - 1), "offset": (-1, 1), "covariance": (-1, 1), "scatter": (0, 1)}
 
     def facts(self, server: State) -> dict[str, float]:
         names = self.personalizer.candidates
-        return {f"offset.{name}": value for name, value in zip(names, server["offset"][0].tolist(), strict=True)}
+        return {"measure": float(server["measure"][0])} | {
+            f"offset.{name}": value for name, value in zip(names, server["offset"][0].tolist(), strict=True)
+        }
