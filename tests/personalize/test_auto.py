@@ -153,10 +153,15 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     np.testing.assert_allclose(known["scatter"], (weight @ np.array(excess) - mean**2).clip(0), atol=1e-6)
 
 
-def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this world clients train on one sample each, of which no layer can be fitted."""
+    monkeypatch.setattr(Refit, "why_not", classmethod(lambda cls, training: "too few samples"))
+
+
+@pytest.mark.usefixtures("no_refit")
+def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them() -> None:
     """Inputs that mislead, and an estimate that is off for it: by how much, three labels of a client do not tell."""
-    no_refit = classmethod(lambda cls, training: "of one training sample a client nothing can be refitted")
-    monkeypatch.setattr(Refit, "why_not", no_refit)
 
     def known(samples: int, clients: int) -> tuple[float, float]:
         here = feature_shift(clients, size=2.5)
@@ -170,6 +175,7 @@ def test_few_labels_leave_autos_estimates_as_they_are_and_many_correct_them(monk
     assert many[1] < 0.75 * auto.SPREAD
 
 
+@pytest.mark.usefixtures("no_refit")
 def test_auto_tells_an_accuracy_whatever_it_chooses() -> None:
     for here in (feature_shift(), world(pairs(6, 12), pairs(6, 12), samples=40, apart=1.2)):
         personalizer = here.personalizer("auto")
@@ -181,3 +187,14 @@ def test_auto_tells_an_accuracy_whatever_it_chooses() -> None:
         truth = accuracy(here, personalizer, fitted)
         assert np.mean([100 * after.value for _, after in estimates]) == pytest.approx(truth, abs=5)
         assert all(0 <= one.low <= one.value <= one.high <= 1 for both in estimates for one in both)
+
+
+def test_auto_tells_an_accuracy_where_nothing_is_in_doubt() -> None:
+    """Variances are then differences of equal numbers, which rounding may take below zero."""
+    here = world(pairs(6, 12), pairs(6, 12), samples=40, apart=9.0)
+    personalizer = here.personalizer("auto")
+    fitted = here.fit(personalizer)
+    assert float(fitted.published.fitted["choice.auto.covariance"].diagonal().min()) < 1e-12
+    for i, x in enumerate(here.new_logits):
+        _, after = personalizer.personalize(fitted.published, Unlabelled(i, x)).diary.accuracy
+        assert after.low <= after.value <= after.high

@@ -116,7 +116,7 @@ class Auto(Personalizer[AutoHyper]):
         value, chance = measured(results, self.measures[int(known["measure"])])
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"])
-        variance = (chance + known["covariance"]).diagonal() + known["scatter"]
+        variance = ((chance + known["covariance"]).diagonal() + known["scatter"]).clamp(min=0)
         accuracy = [interval(expected[k].item(), variance[k].item()) for k in (NONE, chosen)]
         diary = results[chosen].diary
         decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._in_percent(expected)})"
