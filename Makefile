@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := dev,flower,mlflow,onnx,search,tensorboard
+EXTRAS := dev,docs,flower,mlflow,onnx,search,tensorboard
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-bits test-all lint types keys bench bench-peers constraints clean
+.PHONY: help demo test test-bits test-all lint types keys docs bench bench-peers constraints clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -30,6 +30,9 @@ lint: $(STAMP)   ## ruff: rules and formatting
 
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
+
+docs: $(STAMP)   ## the documentation site, into ./site: open site/index.html
+	$(BIN)/python -m docs.build
 
 keys: $(STAMP)   ## certificates and keys for a trial of a Flower federation on this machine, into ./keys
 	$(BIN)/python -m upfl.flower.keys keys
@@ -56,4 +59,4 @@ constraints:     ## resolve all extras together anew and write constraints.txt
 	rm -rf .venv-constraints
 
 clean:           ## remove the environment and what tools left behind
-	rm -rf $(VENV) .venv-constraints .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf $(VENV) .venv-constraints .mypy_cache .pytest_cache .ruff_cache dist site .site

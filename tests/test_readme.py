@@ -20,12 +20,11 @@ def test_the_readme_python_code_runs(tmp_path: Path) -> None:
     script = "\n".join(code_blocks("README.md"))
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    before, after = re.findall(r"^(\d+\.\d+) -> (\d+\.\d+)$", done.stdout, re.MULTILINE)[0]
-    assert all(50 < float(one) <= 100 for one in (before, after))  # which is higher, rounding may decide
+    assert done.stdout.strip(), "it prints what was decided"
 
 
-def test_the_contributing_personalizer_passes_the_conformance_suite(tmp_path: Path) -> None:
-    block, *_ = code_blocks("CONTRIBUTING.md")
+def test_the_tutorials_personalizer_passes_the_conformance_suite(tmp_path: Path) -> None:
+    block, *_ = code_blocks("docs/tutorials/add-a-method.md")
     (tmp_path / "balanced.py").write_text(block)
     environment = os.environ | {"UPFL_PLUGINS": "balanced", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     chosen = "balanced and (fedavg or scaffold or hetero-fedtta)"  # alike, with a memory, with models of several sizes
@@ -37,8 +36,8 @@ def test_the_contributing_personalizer_passes_the_conformance_suite(tmp_path: Pa
     assert int(passed[1]) >= 3
 
 
-def test_the_contributing_training_as_a_loss_agrees_with_its_trace(tmp_path: Path) -> None:
-    _, *blocks = code_blocks("CONTRIBUTING.md")
+def test_the_tutorials_training_as_a_loss_agrees_with_its_trace(tmp_path: Path) -> None:
+    _, *blocks = code_blocks("docs/tutorials/add-a-method.md")
     for name, block in zip(("my_method", "my_fast_method"), blocks, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     script = (
@@ -78,8 +77,5 @@ def test_the_tutorial_on_a_model_of_ones_own_runs_from_its_code_to_a_newcomers_p
         assert words in done.stdout
 
 
-def test_the_readme_table_lists_every_row() -> None:
-    from upfl.methods import ROWS
-
-    readme = (ROOT / "README.md").read_text()
-    assert [row.row for row in ROWS if f"| `{row.row}` |" not in readme] == []
+def test_the_readme_is_of_one_or_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80

@@ -75,8 +75,9 @@ def test_the_summaries_are_small() -> None:
     assert sum(file.stat().st_size for file in files) <= build.LIMIT
 
 
-def test_every_accuracy_in_the_readme_stands_in_the_results() -> None:
-    readme = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_every_accuracy_in_the_readme_and_on_the_start_page_stands_in_the_results(page: str) -> None:
+    readme = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     cells = {cell.strip(" *") for line in readme.splitlines() if line.startswith("|") for cell in line.split("|")}
     shown = {cell for cell in cells if re.fullmatch(r"\d+\.\d+", cell)}
     measured = "\n".join(page.read_text(encoding="utf-8") for page in build.HERE.glob("*.md"))

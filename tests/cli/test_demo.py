@@ -1,4 +1,4 @@
-"""The demonstration: what it leaves behind, that its rows have the same terms, and that the README says which."""
+"""The demonstration: what it leaves behind, that its rows have the same terms, and that the start page says which."""
 
 import re
 from pathlib import Path
@@ -49,8 +49,8 @@ def test_the_rates_are_among_those_that_were_tried_and_as_many_were_tried_for_ea
         assert len({tuple(rates.items()) for rates in tried}) == 12
 
 
-def test_the_readme_says_what_the_demo_does() -> None:
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+def test_the_start_page_says_what_the_demo_does() -> None:
+    readme = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
     config = configuration("fedavg")
     half = config.partition.clients // 2
     assert f"`upfl demo`: seed 0, partition seed 0, {ROUNDS} rounds of all {half} clients" in readme
