@@ -25,29 +25,28 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         results = [{"run": str(run.path), **run.result, "warnings": warnings([run])} for run in runs]
         echo(json.dumps(results, indent=2))
         return
-    table = lean_table("Accuracy on unlabelled new clients, percent")
-    table.add_column("run, row", overflow="fold")
-    for name in ("validation", "before", "after", "gain", SPREAD):
-        table.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        result = run.result
-        table.add_row(f"[bold]{escape(run.path.name)}[/bold], {counted(result['rounds'], 'round')}")
-        for row in result["rows"]:
-            table.add_row(
-                f"  {escape(row_title(row['row']))}",
-                score(row, "validation"),
-                score(row, "test_before"),
-                f"[bold]{score(row, 'test')}[/bold]",
-                f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED,
-                spread(row),
-            )
-            for label, scores, clients in by_architecture(row):
-                validation, before, after = (_percent(scores[key]) for key in ("validation", "test_before", "test"))
-                known = scores["test"] is not None
-                gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else "-"
-                table.add_row(f"    {escape(label)}", validation, before, after, gain, clients, style="dim")
     console = Console()
-    console.print(table)
+    table = lean_table("Accuracy on unlabelled new clients, percent")
+    width = max((len(cells[0]) for run in runs for cells, _ in _rows(run.result)), default=0)
+    heads = (
+        ("", max(width, 20)),
+        *(
+            (name, max(len(name), 6 + 14 * (name == SPREAD)))
+            for name in ("validation", "before", "after", "gain", SPREAD)
+        ),
+    )
+    for run in (None, *runs):  # a table for each, so that a run's name may be as long as it is
+        if run is not None:
+            console.print(
+                f"[bold]{escape(run.path.name)}[/bold], {counted(run.result['rounds'], 'round')}", soft_wrap=True
+            )
+            table = lean_table("")
+            table.show_header = False
+        for place, (name, wide) in enumerate(heads):
+            table.add_column(name, justify="right" if place else "left", width=wide)
+        for cells, style in _rows(run.result) if run else ():
+            table.add_row(*map(escape, cells), style=style)
+        console.print(table)
     for run in runs:
         if left_out := run.result["left_out"]:
             where = escape(str(run.path))
@@ -81,6 +80,19 @@ def _unscored(run: api.Run, row: dict[str, Any]) -> Table:
     if (more := len(row["unscored"]) - MOST_UNSCORED) > 0:
         table.add_row(f"and {more} more", "", "", "result.json has them")
     return table
+
+
+def _rows(result: dict[str, Any]) -> Iterator[tuple[list[str], str]]:
+    """A run's rows as cells, and how they are drawn."""
+    for row in result["rows"]:
+        gain = f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED
+        figures = [score(row, key) for key in ("validation", "test_before", "test")]
+        yield [f"  {row_title(row['row'])}", *figures, gain, spread(row)], ""
+        for label, scores, clients in by_architecture(row):
+            figures = [_percent(scores[key]) for key in ("validation", "test_before", "test")]
+            known = scores["test"] is not None
+            gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else NOT_SCORED
+            yield [f"    {label}", *figures, gain, clients], "dim"
 
 
 def markdown_table(runs: list[api.Run]) -> str:
