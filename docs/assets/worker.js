@@ -9,11 +9,10 @@ if (location.protocol === "file:") {
       document.body.append(this.frame);
       const inside = this.frame.contentWindow;
       inside.importScripts = () => undefined;
-      inside.postMessage = (data) => {
-        const event = new MessageEvent("message", { data });
+      inside.postMessage = (data) => this.later(data, (event) => {
         this.dispatchEvent(event);
         this.onmessage?.(event);
-      };
+      });
       const script = inside.document.createElement("script");
       script.src = new URL(url, location.href).href;
       script.onload = () => {
@@ -24,9 +23,12 @@ if (location.protocol === "file:") {
     }
     postMessage(data) {
       if (!this.ready) return void this.waiting.push(data);
-      const inside = this.frame.contentWindow;
-      const event = new inside.MessageEvent("message", { data });
-      inside.dispatchEvent(event);
+      this.later(data, (event) => this.frame.contentWindow.dispatchEvent(event));
+    }
+    later(data, deliver) {
+      // As from a real worker: a copy, and not before the sender has ended what it is doing.
+      const event = new MessageEvent("message", { data: structuredClone(data) });
+      setTimeout(() => deliver(event));
     }
     terminate() {
       this.frame.remove();
