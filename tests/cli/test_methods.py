@@ -59,7 +59,7 @@ def test_a_methods_details_have_its_equations_and_hyper_parameters(name: str, wo
 
 
 def test_methods_say_in_words_which_of_them_take_a_model() -> None:
-    said = upfl("methods", "--json", "--model", "own-batchnorm")
+    said = upfl("methods", "--json", "--plugin", "tests.plugin_models", "--model", "own-batchnorm")
     reasons = {row["row"]: row["why_not"] for row in json.loads(said.out)}
     assert {row for row, reason in reasons.items() if reason} == {"odpfl-hn", "closed-form", "closed-form-label-shift"}
     assert "running statistics" in reasons["odpfl-hn"]

@@ -130,10 +130,10 @@ def _show(found: dict[str, Any]) -> None:
     console = Console()
     table = lean_table(f"{found['training']}, {found['dataset']}, round {found['round']}: accuracy in percent")
     later = any("inductive" in row for row in found["rows"])
-    table.add_column("personalizer", overflow="fold")
+    table.add_column("personalizer", no_wrap=True)
     for name in ("validation", "new", *(["later"] if later else []), "against none", "harmed"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("estimate off by", justify="right")
+    table.add_column("estimate\noff by", justify="right", no_wrap=True)
     last: dict[str, Any] = {"bound": False}
     for row in found["rows"]:
         if row["bound"] and not last["bound"]:
