@@ -17,6 +17,7 @@ from upfl.safe.text import counted, markdown
 
 SPREAD = "10% - median - 90%"
 MOST_UNSCORED = 20
+WIDTHS = {"validation": 10, "before": 6, "after": 6, "gain": 6, SPREAD: 20}
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 
 
@@ -27,14 +28,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         return
     console = Console()
     table = lean_table("Accuracy on unlabelled new clients, percent")
-    width = max((len(cells[0]) for run in runs for cells, _ in _rows(run.result)), default=0)
-    heads = (
-        ("", max(width, 20)),
-        *(
-            (name, max(len(name), 6 + 14 * (name == SPREAD)))
-            for name in ("validation", "before", "after", "gain", SPREAD)
-        ),
-    )
+    widest = max((len(cells[0]) for run in runs for cells, _ in _rows(run.result)), default=0)
     for run in (None, *runs):  # a table for each, so that a run's name may be as long as it is
         if run is not None:
             console.print(
@@ -42,8 +36,9 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
             )
             table = lean_table("")
             table.show_header = False
-        for place, (name, wide) in enumerate(heads):
-            table.add_column(name, justify="right" if place else "left", width=wide)
+        table.add_column(width=max(widest, 20))
+        for name, width in WIDTHS.items():
+            table.add_column(name, justify="right", width=width)
         for cells, style in _rows(run.result) if run else ():
             table.add_row(*map(escape, cells), style=style)
         console.print(table)
