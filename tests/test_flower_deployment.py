@@ -223,6 +223,9 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     assert second["left_out"] == []
     assert second["absent"] == [2]
     assert result(out)["rows"][0]["validation"] > 50
+    # Nodes answered by the upfl that is installed: they did not even unpack what the link sent.
+    assert list(tmp_path.glob("home-node-*"))
+    assert not list(tmp_path.glob("home-node-*/apps/*"))
     weights = out / "bundle" / "weights.safetensors"
     assert weights.stat().st_size > 10_000_000
 
