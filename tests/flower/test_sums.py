@@ -306,6 +306,31 @@ def test_a_node_whose_part_is_no_number_keeps_it_and_says_nothing_of_it(
     }
 
 
+SPOILS: dict[str, Any] = {
+    "advertise": {"cipher_key": "text"},
+    "share": {"clients": [float("inf")], "sealed": [b""]},
+    "agree": {},
+    "unmask": {"clients": [1], "shares": [b"", b""]},
+}
+
+
+@pytest.mark.parametrize("step", SPOILS)
+def test_what_a_node_sends_that_cannot_be_read_costs_that_node_alone(step: str, keys: Path, tmp_path: Path) -> None:
+    grid = LinkGrid(secure_nodes(keys))
+    after = grid.tamper
+
+    def spoil(node: int, asked: Message, reply: Message) -> Message | None:
+        if node == BAD and step_of(asked) == step:
+            reply.content[SECURE] = ConfigRecord(SPOILS[step])
+        return after(node, asked, reply)
+
+    grid.tamper = spoil
+    federated(small("fedavg", rounds=1, **ALL), tmp_path / "run", grid, secure=True, timeout=0.3)
+    (line,) = lines(tmp_path / "run")
+    left_out = [] if step in ("agree", "unmask") else [(3, f"sent nothing that can be read ({step})")]
+    assert [(entry["client"], entry["reason"]) for entry in line["left_out"]] == left_out
+
+
 def test_an_owner_decides_how_few_a_sum_may_be_over(keys: Path, tmp_path: Path) -> None:
     few = {node: about for node, about in secure_nodes(keys, least=5).items() if about["client"] < 4}
     with pytest.raises(StoppedError, match="a sum over 4 nodes: its owner allows none over fewer than 5"):

@@ -135,7 +135,8 @@ class _Attempt:
         self.total.merged()
         exact = self.work.facts["work"] == "train"
         count, live = self.total.count, len(collector.live)
-        if not (count == live if exact else 0 <= count <= live) or int(self.total.buffer.abs().max()) > 2**62:
+        low, high = (int(bound) for bound in self.total.buffer.aminmax())
+        if not (count == live if exact else 0 <= count <= live) or low < -(2**62) or high > 2**62:
             raise StoppedError(
                 f"the secure sum {self.session.name} is out of range: a node among {sorted(collector.live)} lied about "
                 "its shares or sent what it must not; of which one, nothing can be known"
@@ -161,10 +162,11 @@ class _Attempt:
                 if problem := problem_in(reply):
                     raise BadClientError(problem)
                 found = read(client, reply if name == "mask" else reply.content.config_records[SECURE])
-            except (BadClientError, KeyError, TypeError, ValueError) as error:  # whatever it sent, it costs it its part
-                self.why[client] = (
-                    str(error) if isinstance(error, BadClientError) else f"sent no {name} that can be read"
-                )
+            except BadClientError as error:
+                self.why[client] = str(error)
+                continue
+            except Exception:  # whatever it sent, it costs the node alone its part
+                self.why[client] = f"sent nothing that can be read ({name})"
                 continue
             self.why.pop(client, None)
             yield client, found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,15 @@ def test_a_vector_of_another_form_or_of_nobody_is_refused() -> None:
     collector.add(0, np.zeros(4, np.uint64))
     with pytest.raises(BadClientError, match="nobody waits"):
         collector.add(0, np.zeros(4, np.uint64))
+
+
+@pytest.mark.parametrize("key", [b"", bytes(32), bytes(31), bytes(33)])
+def test_a_member_whose_keys_cannot_be_used_is_left_out_before_others_see_them(key: bytes) -> None:
+    about, federation = session(2, 4), Federation(3)
+    collector = Collector(about, range(3))
+    adverts = [federation.ask(client, "advertise", about) for client in range(3)]
+    left = collector.advertised([*adverts[:2], replace(adverts[2], mask_key=key)])
+    assert [advert.client for advert in left] == [0, 1]
 
 
 def test_a_wrong_share_of_a_dropped_members_key_is_found() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from upfl.errors import BadClientError, UpflError
 from upfl.flower.secure.member import pair_mask_key, self_mask_key
-from upfl.flower.secure.primitives import SECRET, Vector, add_mask, combine, public_of
+from upfl.flower.secure.primitives import SECRET, Vector, add_mask, combine, is_usable, public_of
 from upfl.flower.secure.session import Advert, Session, transcript
 
 
@@ -33,7 +33,8 @@ class Collector:
 
     def advertised(self, adverts: Iterable[Advert]) -> list[Advert]:
         """All keys, for everybody of U1."""
-        found = {advert.client: advert for advert in adverts if advert.client in self.asked}
+        usable = (advert for advert in adverts if is_usable(advert.cipher_key) and is_usable(advert.mask_key))
+        found = {advert.client: advert for advert in usable if advert.client in self.asked}
         self._enough("advertise keys", found, self.asked)
         self.keys = dict(sorted(found.items()))
         return list(self.keys.values())

@@ -34,6 +34,15 @@ def public_of(secret: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
+def is_usable(public: bytes) -> bool:
+    """Whether a key can be agreed on with a public key: of 32 bytes, and not of small order."""
+    try:
+        shared(new_key()[0], public, b"", b"")
+    except ValueError:
+        return False
+    return True
+
+
 def shared(secret: bytes, public: bytes, salt: bytes, purpose: bytes) -> bytes:
     """A key that both sides derive, for one purpose. ValueError for a public key of small order."""
     agreed = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(public))
