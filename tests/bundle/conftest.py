@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from upfl import api
 from upfl.bundle import export
 from upfl.config import configure
-from upfl.methods import ROWS
+from upfl.methods import ROWS, TRAININGS
 
 EXTRA = {"fedavg": ["tent", "label-shift", "auto"], "fedtta": ["one-step+label-shift"]}  # beside the table's
 
@@ -30,15 +31,15 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], api.Run]
     def run(name: str) -> api.Run:
         if name not in _runs:
             table = [row.personalizer for row in ROWS if row.training == name]
+            scale: dict[str, Any] = {} if TRAININGS[name].in_turn else {"rounds": 2, "evaluate_every": 2}
             config = configure(
                 name,
                 "digits",
                 profile="smoke",
                 score=dict.fromkeys([*table, *EXTRA.get(name, [])]),
                 settings=["iterations=4", "batch_size=16"],
-                rounds=2,
+                **scale,
                 clients_per_round=3,
-                evaluate_every=2,
                 model={"hidden": 12},
                 partition={"clients": 10},
             )

@@ -222,7 +222,7 @@ def test_a_missing_file_is_named(fedavg: Path) -> None:
         with pytest.raises(BundleError, match=rf"{name}: cannot be read: No such file"):
             Bundle.load(fedavg)
         (fedavg / name).write_bytes(content)
-    with pytest.raises(BundleError, match="is not a bundle's folder"):
+    with pytest.raises(BundleError, match="cannot be used: File is not a zip file"):
         Bundle.load(fedavg / "manifest.json")
 
 

@@ -97,7 +97,7 @@ def add_command(
     return None
 
 
-def remove_command(name: Annotated[str, typer.Argument(show_default=False)]) -> None:
+def remove_command(name: Annotated[str, typer.Argument(show_default=False, help="The data set's name.")]) -> None:
     """Remove a data set of your own from the cache folder. The files that it was made of stay.
 
     Example: upfl data remove patients

@@ -39,7 +39,7 @@ def train(
     model: Annotated[
         str | None,
         typer.Option(
-            help="mlp, convnet, linear, resnet8, resnet18, one of your own, or MODULE:FACTORY.",
+            help="mlp, convnet, linear, resnet8, resnet18, embedding, one of your own, or MODULE:FACTORY.",
             show_default="the data set's",
         ),
     ] = None,

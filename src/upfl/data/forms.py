@@ -217,8 +217,12 @@ _WORD = re.compile(r"\w+")
 # Which one it is tells the kind; the tags are no part of a field's name (`bundle/read.py`). Images came first.
 Form: TypeAlias = Annotated[
     Annotated[Pixels, Tag("<pixels>")] | Annotated[Vectors, Tag("<vectors>")] | Annotated[Tokens, Tag("<tokens>")],
-    Discriminator(lambda given: f"<{given.get('kind', 'pixels') if isinstance(given, dict) else given.kind}>"),
+    Discriminator(lambda given: f"<{_kind(given)}>"),
 ]
+
+
+def _kind(given: object) -> object:
+    return given.get("kind", "pixels") if isinstance(given, dict) else getattr(given, "kind", type(given).__name__)
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:
