@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.families import FAMILIES
 from tests.fuzz.run import run
 
-CASES = {"bundles": 120, "run folders": 60, "arrays": 150, "messages": 300}
+CASES = {"bundles": 120, "run folders": 60, "arrays": 150, "messages": 300, "own data": 200}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tests.fuzz.changes import VALUES, changed_array_header, changed_bytes, changed_document, changed_header, other_kind
+from tests.fuzz.own import own_data
 from tests.sealed import resealed
 from upfl import api
 from upfl.bundle import Bundle, PersonalModel, load, write
@@ -239,4 +240,10 @@ class Reply:
         return False
 
 
-FAMILIES = {"bundles": bundles, "run folders": run_folders, "arrays": arrays, "messages": messages}
+FAMILIES = {
+    "bundles": bundles,
+    "run folders": run_folders,
+    "arrays": arrays,
+    "messages": messages,
+    "own data": own_data,
+}

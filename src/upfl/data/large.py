@@ -67,6 +67,7 @@ def _keep(folder: Path, federation: Federation) -> None:
         if isinstance(form, Vectors):
             facts |= {"mean": form.mean, "std": form.std}
         (beside / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would have been opened
         rename_unless_there(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
