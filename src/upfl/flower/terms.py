@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from upfl.bundle.manifest import TaskSection
 from upfl.config import Config, configure, listed, read_toml, validated
 from upfl.data.federation import Clients, Federation, validation_sizes
-from upfl.data.forms import Form, Pixels
+from upfl.data.forms import Form, Pixels, Vectors
 from upfl.data.given import labelled
 from upfl.data.partition import Indices
 from upfl.data.source import Source
@@ -90,6 +90,9 @@ def describe(settings: Settings) -> Config:
     )
 
 
+OF_A_SOURCE = ("samples", "newcomers", "unlabelled", "digest")
+
+
 class FederationTask(TaskSection):
     """What is to be learned, and how many training clients there are, whether or not they take part."""
 
@@ -97,7 +100,14 @@ class FederationTask(TaskSection):
 
     @classmethod
     def read(cls, path: Path) -> FederationTask:
-        task: FederationTask = validated(cls, read_toml(path), str(path))
+        """A task file, or the `source.toml` of a data set that was added, of which its samples do not count."""
+        told = {key: value for key, value in read_toml(path).items() if key not in OF_A_SOURCE}
+        task: FederationTask = validated(cls, told, str(path))
+        if isinstance(task.input, Vectors) and not task.input.mean:
+            raise ConfigError(
+                f"{path}: input.mean and input.std are missing: nodes' features are not summed up to find them; give a "
+                "value for each feature, as a federation on one machine has them in its bundle's manifest"
+            )
         return task
 
     @classmethod
