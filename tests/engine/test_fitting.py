@@ -13,11 +13,12 @@ import torch
 from tests.helpers.shifts import EVERYTHING, overconfident, pooled_calibration, uneven
 from tests.runs import VirtualGroup, by_virtual_workers
 from tests.synthetic import World, world
-from upfl.contract import FOLDS, CrossFitted
+from upfl.contract import FOLDS, CrossFitted, Personalized, Published, Unlabelled
 from upfl.engine.evaluate import evaluate
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.errors import ConfigError
+from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -65,6 +66,20 @@ def test_few_clients_are_enough_to_fit_and_to_be_scored(clients: int) -> None:
         assert (float(own["scale"]), own["bias"].tolist()) == (1, [0, 0, 0])
         torch.testing.assert_close(own["prior"], torch.full((3,), 1 / 3).double())
         assert int(fits.published.fitted["gate.label-shift.menu"]) == 9, "one client cannot justify adaptation"
+
+
+def test_a_training_client_is_scored_by_fits_without_it_and_a_new_one_by_those_of_all() -> None:
+    here, seen = world(uneven(3, 7), uneven(3, 2), samples=10), list[int]()
+
+    class Seeing(Nothing):
+        def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
+            seen.append(int(published.fitted["without"]))
+            return super().personalize(published, client, memory)
+
+    everybody = replace(here.published(), fitted={"without": torch.tensor(-1)})
+    given = CrossFitted(everybody, tuple({"without": torch.tensor(fold)} for fold in range(FOLDS)))
+    evaluate(*here.federation(), Seeing(here.personalizer("none").training, Nothing.Hyper()), given, 0, Group())
+    assert seen == [0, 1, 2, 3, 4, 0, 1, -1, -1]
 
 
 def test_a_client_whose_model_fails_is_left_out_and_counted_once(shifted: World) -> None:

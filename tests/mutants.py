@@ -1,0 +1,198 @@
+"""Small faults, put into the source one at a time: does the suite find them?
+
+    python -m tests.mutants              all of them, each against the tests that mirror its file (a quarter of an hour)
+    python -m tests.mutants scaffold     those whose file or text has this in it
+
+A fault is made in a copy of the tree, in a temporary folder. Tests of the file run until the first that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KEPT = ("src", "tests", "benchmarks", "results", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
+
+# A file below src/upfl: what stands there, and the fault in its place.
+MUTANTS: dict[str, list[tuple[str, str]]] = {
+    "training/fedavg.py": [
+        ("hyper.rate(hyper.lr, round)", "hyper.lr"),
+    ],
+    "training/base.py": [
+        ("self.decay ** (round / 10)", "self.decay**round"),
+        ("client.count / 1024", "1.0"),
+    ],
+    "training/sgd.py": [
+        ("(length + 1e-6) / clip", "(length + 1e-6) / (2 * clip)"),
+        ("1 - rate * weight_decay", "1.0"),
+        ("if own_first:", "if not own_first:"),
+    ],
+    "training/fedprox.py": [
+        ("hyper.mu, [received[name]", "2 * hyper.mu, [received[name]"),
+    ],
+    "training/scaffold.py": [
+        ("total[name] / self.task.clients", "total.mean(name)"),
+        ("/ steps - server[control]", "/ steps"),
+    ],
+    "training/afl.py": [
+        ("ordered > thresholds", "ordered >= 0"),
+    ],
+    "training/fedgma.py": [
+        ("agreement >= self.hyper.threshold", "agreement > 2"),
+    ],
+    "training/fedper.py": [
+        ("if name not in self.personal}", "}"),
+    ],
+    "training/fedtta.py": [
+        ("direction * (direction * ds).sum()", "direction * ds"),
+        ("plus=(v, shrink))\n        elif", "plus=(v, 1.0))\n        elif"),
+    ],
+    "training/fedsr.py": [
+        ('F.softplus(own["r_s"])', 'own["r_s"]'),
+        ("self.encoder.learning(psi", "self.encoder.apply(psi"),
+    ],
+    "training/fedadg.py": [
+        ("(1 - hyper.smoothing) * labels", "labels"),
+    ],
+    "training/fedmd.py": [
+        ("(digest, revisit) if round else", "(digest, revisit) if round > 1 else"),
+    ],
+    "training/odpfl_hn.py": [
+        (".sum(0, keepdim=True) / count", ".sum(0, keepdim=True)"),
+    ],
+    "training/closed_form.py": [
+        ("(0 if begins else kept)", "kept"),
+    ],
+    "engine/fold.py": [
+        ("scaled.round_()", "scaled.trunc_()"),
+        ("2.0 ** (62 - bits) / max(clients, 1)", "2.0 ** (63 - bits)"),
+    ],
+    "engine/clients.py": [
+        ("self.round * phase.iterations + t", "phase.iterations + t"),
+        ('"epoch", self.id, number', '"epoch", number'),
+    ],
+    "engine/local.py": [
+        ("if loss.isfinite():", "if True:"),
+        ("seed(count)", "pass"),
+    ],
+    "engine/rounds.py": [
+        ("[client for client in participants if client not in left_out]", "participants"),
+        ("or progress.round == self.config.rounds:", "or False:"),
+    ],
+    "engine/fitting.py": [
+        ("kind.most(limit)", "limit"),
+        ("refused.add(client.id)", "pass"),
+    ],
+    "engine/evaluate.py": [
+        ("given.published if federation.training.held_out[client] else given.without(client)", "given.published"),
+    ],
+    "personalize/tent.py": [
+        ("(len(client.x) * math.log(2))", "len(client.x)"),
+        ("model.observed(psi, client.x) if own", "psi if own"),
+    ],
+    "personalize/fedtta.py": [
+        ("/ (2 * l_per * len(x))", "/ (l_per * len(x))"),
+        ("waited >= hyper.patience", "waited > hyper.patience"),
+    ],
+    "personalize/class_mix.py": [
+        ("torch.lgamma(total) - torch.lgamma(total + r.shape[1])", "torch.lgamma(total)"),
+        ("weights.clamp(min=0) * prior", "weights.clamp(min=0)"),
+    ],
+    "personalize/calibration.py": [
+        ("self.bias + mix.log() - self.prior.log()", "self.bias + mix.log()"),
+    ],
+    "personalize/lame.py": [
+        (".fill_diagonal_(0)", ""),
+    ],
+    "personalize/refit.py": [
+        ("(counts < 0).any() or", ""),
+    ],
+    "personalize/label_shift.py": [
+        ("excess <= variance.sqrt()", "excess <= 0"),
+    ],
+    "bundle/read.py": [
+        ("if sums.get(name) != digest(folder, name):", "if name not in sums:"),
+        ("version != SCHEMA", "version > SCHEMA"),
+        ("if logits.shape != (2, classes):", "if False:"),
+        ("if set(manifest.fitted) != fitted:", "if False:"),
+        ("(tensors[name] >= low)", "(tensors[name] == tensors[name])"),
+        ("training.model.layout(select(tensors, str(i)))", "select(tensors, str(i))"),
+    ],
+    "bundle/write.py": [
+        ("    check_finite(state, WEIGHTS)\n", ""),
+    ],
+    "bundle/publish.py": [
+        ("        shutil.rmtree(expanded(out))\n", ""),
+    ],
+}
+# Tests that a file has beside the one that mirrors it (training/fedavg.py: tests/training/test_fedavg.py).
+FURTHER: dict[str, list[str]] = {
+    "training/base.py": ["tests/training/test_fedavg.py"],
+    "training/sgd.py": ["tests/training/test_fedavg.py", "tests/training/test_fedtta.py"],
+    "training/fedsr.py": ["tests/models/test_statistics.py"],
+    "training/fedmd.py": ["tests/training/test_fedmd_runs.py"],
+    "engine/local.py": [
+        "tests/engine/test_rounds.py",
+        "tests/models/test_module.py",
+        "tests/models/test_own_models.py",
+    ],
+    "engine/fitting.py": ["tests/personalize/test_refit.py"],
+    "engine/evaluate.py": [
+        "tests/engine/test_held_out.py",
+        "tests/engine/test_fitting.py",
+        "tests/personalize/test_calibration.py",
+    ],
+    "personalize/tent.py": ["tests/models/test_statistics.py"],
+    "personalize/calibration.py": ["tests/personalize/test_label_shift.py"],
+    "bundle/read.py": ["tests/bundle/test_write.py", "tests/bundle/test_model.py"],
+    "bundle/write.py": ["tests/bundle/test_read.py"],
+    "bundle/publish.py": ["tests/bundle/test_write.py", "tests/bundle/test_read.py"],
+}
+
+
+def main(wanted: str = "") -> int:
+    chosen = [(file, *fault) for file, faults in MUTANTS.items() for fault in faults if wanted in f"{file} {fault}"]
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "tree"
+        copy.mkdir()
+        for name in KEPT:
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+        missed = [one for one in chosen if not _found(copy, *one)]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} found")
+    return bool(missed)
+
+
+def _found(copy: Path, file: str, old: str, new: str) -> bool:
+    source = copy / "src" / "upfl" / file
+    text = source.read_text()
+    if old not in text:
+        print(f"GONE       {file}: {old!r} does not stand there any more")
+        return False
+    source.write_text(text.replace(old, new, 1))
+    mirrored = Path("tests", file).with_name(f"test_{Path(file).name}")
+    tests = [str(mirrored)] if (copy / mirrored).exists() else []
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not full", "-p", "no:cacheprovider"]
+    paths = os.pathsep.join(map(str, (copy / "src", copy)))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *tests, *FURTHER.get(file, [])],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    source.write_text(text)
+    found = done.returncode == 1  # a test failed; other codes are pytest's own troubles
+    by = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    print(f"{'found' if found else 'NOT FOUND'}  {file}: {old!r} -> {new!r}  {by}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
