@@ -41,7 +41,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], api.Run]
                 **scale,
                 clients_per_round=3,
                 model={"hidden": 12},
-                partition={"clients": 10},
+                partition={"clients": 16},
             )
             _runs[name] = api.train(config, tmp_path_factory.mktemp("runs") / name, workers=1)
         return _runs[name]

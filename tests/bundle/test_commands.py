@@ -17,7 +17,7 @@ from PIL import Image
 from tests.helpers.bundles import personalize, pixels_of
 from tests.plugin_methods import upfl
 from upfl import api
-from upfl.bundle import PersonalModel
+from upfl.bundle import Bundle, PersonalModel
 from upfl.data.files import load_unlabelled
 
 
@@ -132,3 +132,36 @@ def test_the_newcomers_commands_import_nothing_slow() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_data_unlike_the_federations_are_told_first_and_nothing_is_estimated(
+    run_of: Callable[[str], api.Run], fedavg: Path, tmp_path: Path
+) -> None:
+    pixels = pixels_of(run_of("fedavg"))[:40]
+    for name, images in (("own", pixels), ("inverted", 16 - pixels)):
+        np.save(tmp_path / f"{name}.npy", images)
+        said = personalize(fedavg, tmp_path / f"{name}.npy", tmp_path / name, "--personalizer", "label-shift", "--json")
+        assert said.code == 0, said.err
+        found, page = json.loads(said.out), (tmp_path / name / "summary.html").read_text()
+        unlike = name == "inverted"
+        assert (found["likeness"]["verdict"] == "unlike") == unlike
+        assert found["accuracy"] == [] or not unlike
+        assert found["mix_error"] is None or not unlike
+        assert ("UNLIKE" in page) == unlike
+        marked = [row["outlying"] for row in csv.DictReader((tmp_path / name / "predictions.csv").open())]
+        assert (marked.count("yes") > 20) == unlike
+    said = upfl("predict", tmp_path / "own", tmp_path / "own.npy")
+    assert said.code == 0
+    assert "drift" not in said.err
+    said = upfl("predict", tmp_path / "own", tmp_path / "inverted.npy", "--json")
+    assert said.code == 0
+    assert "drift" in said.err
+    assert sum(row["outlying"] for row in json.loads(said.out)) > 20
+
+
+def test_adapted_models_compare_later_data_by_their_inputs_alone(
+    run_of: Callable[[str], api.Run], fedavg: Path
+) -> None:
+    bundle, pixels = Bundle.load(fedavg), pixels_of(run_of("fedavg"))[:40]
+    assert bundle.personalize(pixels, "label-shift").manifest.checked == ("inputs", "features")
+    assert bundle.personalize(pixels, "tent").manifest.checked == ("inputs",)

@@ -48,7 +48,7 @@ def test_every_training_goes_out_comes_back_and_personalizes_to_the_same_bits(
         mine = bundle.personalize(x, personalizer)
         assert mine.personalized is not None
         assert torch.equal(mine.personalized.logits, expected.logits), personalizer
-        assert mine.diary == expected.diary
+        assert replace(mine.diary, likeness=None) == expected.diary
         mine.save(tmp_path / personalizer)
         stored = PersonalModel.load(tmp_path / personalizer)
         assert torch.equal(stored.predict_logits(later), mine.predict_logits(later))
@@ -115,7 +115,7 @@ def test_personalizers_can_be_added_at_export(run_of: Callable[[str], api.Run], 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=3), st.floats(0, 1))
 def test_whatever_a_diary_holds_comes_back(entropy: list[float], value: float) -> None:
-    diary = Diary(entropy, [1.0], 3, "so [be] it\n {1}", [0.5, 0.5], [Estimate(value, 0.0, 1.0)])
+    diary = Diary(entropy, [1.0], 3, "so [be] it\n {1}", [0.5, 0.5], value, [Estimate(value, 0.0, 1.0)])
     manifest = PersonalManifest(
         made_with="upfl",
         task=TaskSection(

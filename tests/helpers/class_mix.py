@@ -22,6 +22,7 @@ def calibrated_as(classes: int, scale: float = 1.0, seed: int = 0) -> dict[str, 
     pi = rng.dirichlet(np.full(classes, 4.0))
     confusion = 0.7 * np.diag(pi) + 0.3 * np.outer(even(classes), pi)
     calibration = {"scale": scale, "bias": bias - bias.mean(), "prior": pi, "confusion": confusion}
+    calibration |= {"clients": 20, "labels": 200, "few": 0}
     return {f"calibration.none.{name}": torch.tensor(value).double() for name, value in calibration.items()} | {
         "gate.label-shift.menu": torch.tensor(0)
     }

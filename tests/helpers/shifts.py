@@ -35,7 +35,7 @@ def pooled_calibration(logits: Sequence[Tensor], labels: Sequence[Tensor]) -> tu
     """(a, b) of the pooled data by a general optimizer, on the documented objective."""
     scores, y = torch.cat(list(logits)).double().log_softmax(1), torch.cat(list(labels))
     n, classes = scores.shape
-    weight = 1e-3 if classes >= 62 else 1e-6
+    weight = max(0.5 / n, 1e-3 if classes >= 62 else 0.0)
 
     def objective(theta: Floats) -> tuple[float, Floats]:
         leaf = torch.tensor(theta, requires_grad=True)

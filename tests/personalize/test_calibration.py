@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers.shifts import overconfident, pooled_calibration, uneven
 from tests.synthetic import World, draw, even, world
+from upfl.contract import Unlabelled
 from upfl.personalize.calibration import newton_sums
 from upfl.state import select
 
@@ -46,7 +47,7 @@ def test_newtons_sums_are_the_derivatives_of_the_loss(classes: int) -> None:
 def all_right() -> World:
     """Every prediction is right, with room to spare: without a bound the temperature would fall for ever."""
     rng = np.random.default_rng(0)
-    labels = [torch.tensor(rng.integers(0, 4, 20)) for _ in range(6)]
+    labels = [torch.tensor(rng.integers(0, 4, 20)) for _ in range(8)]
     logits = [3 * torch.nn.functional.one_hot(y, 4).float() for y in labels]
     return World(logits, labels, logits, labels)
 
@@ -61,11 +62,10 @@ def a_class_missing() -> World:
 
 WORLDS: dict[str, Callable[[], World]] = {
     "shifted": lambda: overconfident(world(uneven(5, 9), uneven(5, 2)), 2.5, [1.0, 0.0, -0.5, 0.0, 0.3]),
-    "timid": lambda: overconfident(world(uneven(3, 6), uneven(3, 2)), 0.2, [0.0, 0.4, 0.0]),
-    "two classes": lambda: world(uneven(2, 6), uneven(2, 2)),
+    "timid": lambda: overconfident(world(uneven(3, 8), uneven(3, 2)), 0.2, [0.0, 0.4, 0.0]),
+    "two classes": lambda: world(uneven(2, 8), uneven(2, 2)),
     "all right": all_right,
     "a class missing": a_class_missing,
-    "one client": lambda: overconfident(world(uneven(4, 1), uneven(4, 1)), 2.0, [0.5, 0.0, 0.0, 0.0]),
     "many classes": lambda: overconfident(world(uneven(62, 8), uneven(62, 2), 60, 3.0), 2.0, [0.1] * 31 + [0.0] * 31),
 }
 
@@ -91,8 +91,8 @@ def test_the_mean_calibrated_posterior_is_the_label_frequencies(which: str) -> N
     smoothing = 1e-4 if here.classes >= 62 else 1e-6
     torch.testing.assert_close(fitted["prior"], (mean + smoothing) / (1 + here.classes * smoothing), atol=1e-8, rtol=0)
     frequencies = torch.bincount(y, minlength=here.classes).double() / len(y)
-    slack = 3e-3 if here.classes >= 62 else 5e-5  # the penalty on b keeps them apart
-    torch.testing.assert_close(mean, frequencies, atol=slack, rtol=0)
+    held = max(0.5, 1e-3 * len(y) if here.classes >= 62 else 0.0) * fitted["bias"]  # what draws b to 0 keeps them apart
+    torch.testing.assert_close(len(y) * (mean - frequencies), -held, atol=1e-3, rtol=0)
     assert fitted["prior"].min() > 0
     assert float(fitted["prior"].sum()) == pytest.approx(1)
     confusion = torch.zeros(here.classes, here.classes).double()
@@ -101,15 +101,33 @@ def test_the_mean_calibrated_posterior_is_the_label_frequencies(which: str) -> N
     torch.testing.assert_close(fitted["confusion"], confusion)
 
 
+@pytest.mark.parametrize("clients", [1, 2, 6])
+def test_few_clients_calibrate_nothing_and_the_diary_says_so(clients: int) -> None:
+    here = overconfident(world(uneven(4, clients), uneven(4, 3)), 2.0, [2.0, 0.0, 0.0, 0.0])
+    for name in ("calibrated", "label-shift", "em", "tent+label-shift"):
+        personalizer, base = here.personalizer(name), here.personalizer("tent" if "tent" in name else "none")
+        given = here.fit(personalizer, "calibrated")
+        fitted = select(given.published.fitted, "calibration.none")
+        assert (float(fitted["scale"]), fitted["bias"].tolist()) == (1, [0] * 4)
+        for published in (given.published, given.without(0)):
+            found = personalizer.personalize(published, Unlabelled(0, here.new_logits[0]))
+            plain = base.personalize(published, Unlabelled(0, here.new_logits[0]))
+            assert torch.equal(found.logits, plain.logits)
+            assert torch.equal(found.predict_logits(here.new_logits[1]), plain.predict_logits(here.new_logits[1]))
+            assert "too few" in found.diary.decision
+            assert found.diary.accuracy == []
+            assert found.diary.mix_error is None
+
+
 def test_predictions_that_mislead_are_calibrated_to_the_label_frequencies() -> None:
     """Where a larger score means a smaller probability, the best a >= 0 is nearly none, and b does all."""
     rng = np.random.default_rng(0)
-    labels = [torch.tensor(rng.choice(3, 40, p=[0.6, 0.3, 0.1])) for _ in range(6)]
+    labels = [torch.tensor(rng.choice(3, 40, p=[0.6, 0.3, 0.1])) for _ in range(8)]
     logits = [-2 * torch.nn.functional.one_hot(y, 3).float() + 0.3 * torch.randn(40, 3) for y in labels]
     here = World(logits, labels, logits, labels)
     fitted = select(here.fit("calibrated").published.fitted, "calibration.none")
     assert 0 < float(fitted["scale"]) < 0.05
-    frequencies = torch.bincount(torch.cat(labels), minlength=3) / 240
+    frequencies = torch.bincount(torch.cat(labels), minlength=3) / 320
     np.testing.assert_allclose(fitted["prior"], frequencies, atol=0.02)
 
 

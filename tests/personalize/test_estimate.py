@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from tests.helpers.shifts import overconfident, uneven
 from tests.synthetic import World, world
 from upfl.contract import CrossFitted, Unlabelled
-from upfl.personalize.estimate import estimates
+from upfl.personalize.estimate import estimates, student, total_variation
 from upfl.state import select
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+CERTAIN = {
+    "offset": torch.zeros(2),
+    "scatter": torch.zeros(2),
+    "mixed": torch.zeros(2),
+    "clients": torch.tensor(1000),
+    "few": torch.tensor(0),
+}
 
 
 def test_the_interval_covers_the_accuracy_of_calibrated_predictions() -> None:
@@ -25,32 +34,57 @@ def test_the_interval_covers_the_accuracy_of_calibrated_predictions() -> None:
         posterior = z.softmax(1)
         y = torch.multinomial(posterior, 1, generator=torch.Generator().manual_seed(int(rng.integers(2**31))))[:, 0]
         before = z + torch.tensor([2.0, 0, 0, 0, 0])
-        for k, (estimate, d) in enumerate(zip(estimates(before, posterior, {}), (before, z), strict=True)):
+        for k, (estimate, d) in enumerate(zip(estimates(before, z, posterior, CERTAIN), (before, z), strict=True)):
             assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
             covered[k] += estimate.low <= float((d.argmax(1) == y).double().mean()) <= estimate.high
     assert (covered / trials > 0.92).all()
-    assert (covered / trials < 0.985).all()
 
 
-def test_posteriors_that_rounding_took_past_one_are_certain() -> None:
+def test_posteriors_that_rounding_took_past_one_are_no_more_than_certain() -> None:
     posterior = torch.tensor([[1 + 2**-52, 0.0]]).double().repeat(3, 1)
-    assert all((one.value, one.low, one.high) == (1, 1, 1) for one in estimates(posterior, posterior, {}))
+    assert all((one.value, one.high) == (1, 1) for one in estimates(posterior, posterior, posterior, CERTAIN))
 
 
-def test_reliability_is_the_mean_and_the_scatter_of_the_clients_errors(shifted: World, fits: CrossFitted) -> None:
+def test_a_single_sample_has_an_interval_that_says_nothing() -> None:
+    posterior = torch.tensor([[1.0, 0.0]]).double()
+    assert all((one.low, one.high) == (0, 1) for one in estimates(posterior, posterior, posterior, CERTAIN))
+    widths = [estimates(p := posterior.repeat(n, 1), p, p, CERTAIN)[1].low for n in (3, 10, 100, 1000)]
+    assert widths == sorted(widths)
+    assert widths[-1] > 0.99
+
+
+def test_few_clients_estimate_nothing() -> None:
+    posterior = torch.tensor([[1.0, 0.0]]).double().repeat(50, 1)
+    assert estimates(posterior, posterior, posterior, CERTAIN | {"few": torch.tensor(1)}) == []
+
+
+def test_students_quantile() -> None:
+    for freedom in (6, 9, 19, 49, 1000):
+        assert student(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=2e-3)
+
+
+def test_reliability_is_the_offset_and_the_components_of_the_clients_errors(shifted: World, fits: CrossFitted) -> None:
     personalizer = shifted.personalizer("label-shift")
-    errors, variances = [], []
+    errors, mixed = [], []
     for i, (x, y) in enumerate(zip(shifted.logits, shifted.labels, strict=True)):
         found = personalizer.personalize(fits.without(i), Unlabelled(i, x))
         r = found.logits.double().softmax(1)
         predicted = torch.stack([found.before.argmax(1), r.argmax(1)])
-        right = r[torch.arange(len(y)), predicted]
-        errors.append((right.mean(1) - (predicted == y).double().mean(1)).numpy())
-        variances.append((right * (1 - right)).mean(1).numpy() / len(y))
+        errors.append(((predicted == y).double() - r[torch.arange(len(y)), predicted]).numpy())
+        truth = torch.bincount(y, minlength=shifted.classes) / len(y)
+        mixed.append(len(y) * float(total_variation(r.mean(0), truth)))
     known = select(fits.published.fitted, "reliability.label-shift")
-    np.testing.assert_allclose(known["offset"], np.mean(errors, 0), atol=1e-6)
-    excess = np.mean(np.square(errors) - variances, 0) - np.mean(errors, 0) ** 2
-    np.testing.assert_allclose(known["scatter"], excess.clip(0), atol=1e-6)
+    sizes = np.array([one.shape[1] for one in errors])
+    n, k = sizes.sum(), len(sizes)
+    offset = np.concatenate(errors, 1).mean(1)
+    within = (sum(((one - one.mean(1, keepdims=True)) ** 2).sum(1) for one in errors) + 2) / (n - k + 4)
+    between = sum(size * (one.mean(1) - offset) ** 2 for size, one in zip(sizes, errors, strict=True))
+    between = ((between - (k - 1) * within) / (n - (sizes**2).sum() / n)).clip(0)
+    np.testing.assert_allclose(known["offset"], offset, atol=1e-6)
+    np.testing.assert_allclose(
+        known["scatter"], between * (1 + (sizes**2).sum() / n**2) + within / n, rtol=1e-3, atol=1e-6
+    )
+    assert float(known["mixed"][0]) == pytest.approx(sum(mixed) / n, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["calibrated", "label-shift"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from upfl.errors import RunError
 from upfl.personalize import class_mix, label_shift
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.class_mix import expectation_maximisation
+from upfl.personalize.estimate import total_variation
 from upfl.randomness import generator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,7 +75,7 @@ def test_label_shift_is_the_method_cards(s_min: float, samples: int, monkeypatch
     monkeypatch.setattr(class_mix, "TOLERANCE", 0.0)
     ours = personalize("label-shift", x, fitted, gate=s_min)
     np.testing.assert_allclose(ours.logits.double().softmax(1), r, atol=1e-6)
-    np.testing.assert_allclose(ours.diary.mix, q, atol=1e-9)
+    np.testing.assert_allclose(ours.diary.mix, r.mean(0), atol=1e-6)
     later = newcomer(samples=50, seed=9)
     likelihood = np.log(posterior_of(later, fitted)[0]) - np.log(pi)
     np.testing.assert_array_equal(ours.predict(later), (likelihood + np.log(q)).argmax(1))
@@ -149,7 +151,7 @@ def test_the_order_of_samples_does_not_matter(name: str) -> None:
 @pytest.mark.parametrize("name", [*CORRECTIONS, "lame", "tent+label-shift"])
 def test_a_single_sample_works(name: str) -> None:
     x, fitted = newcomer(samples=1), calibrated_as(4)
-    fitted |= {key.replace("none", "tent").replace("label", "tent+label"): value for key, value in fitted.items()}
+    fitted |= {key.replace("none", "tent").replace("e.label", "e.tent+label"): value for key, value in fitted.items()}
     found = personalize(name, x, fitted)
     assert found.logits.shape == (1, 4)
     assert found.logits.isfinite().all()
@@ -235,20 +237,73 @@ def plain_choice(losses: Floats) -> int:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 30), st.floats(0, 3))
 def test_the_gate_is_the_one_standard_error_rule(seed: int, clients: int, drift: float) -> None:
+    """Mixes that nothing tells apart: of what is as good as the best, the least adaptation."""
     losses = np.random.default_rng(seed).normal(size=(clients, 10)) + drift * np.linspace(-1, 1, 10) ** 2
-    loss, products = torch.tensor(losses.sum(0)), torch.tensor(losses.T @ losses)
-    assert label_shift.choose(loss, products, clients) == plain_choice(losses)
+    assert choice(losses) == plain_choice(losses)
+
+
+def choice(losses: Floats, mixes: Sequence[float] | None = None, wrong: Sequence[int] | None = None) -> int:
+    menus = losses.shape[1]
+    return label_shift.choose(
+        torch.tensor(losses.sum(0)),
+        torch.tensor(losses.T @ losses),
+        torch.tensor(mixes or [0.0] * menus),
+        torch.tensor(wrong or [0] * (menus + 1)),
+        len(losses),
+    )
 
 
 def test_the_gate_by_hand() -> None:
     """Four clients, three menus. The best is the first; the second costs everyone one nat, the third is a draw."""
     losses = np.array([[-5.0, -4.0, -9.0], [-5.0, -4.0, 0.0], [-5.0, -4.0, -9.0], [-5.0, -4.0, 0.0]])
-    sums = torch.tensor(losses.sum(0)), torch.tensor(losses.T @ losses)
-    assert label_shift.choose(*sums, 4) == 2
-    sums = torch.tensor(losses[:, :2].sum(0)), torch.tensor(losses[:, :2].T @ losses[:, :2])
-    assert label_shift.choose(*sums, 4) == 0
-    assert label_shift.choose(torch.zeros(3), torch.zeros(3, 3), 4) == 2, "no difference: the least adaptation"
-    assert label_shift.choose(torch.tensor([-9.0, 0.0]), torch.tensor([[81.0, 0.0], [0.0, 0.0]]), 1) == 1
+    assert choice(losses) == 2
+    assert choice(losses[:, :2]) == 0
+    assert choice(np.zeros((4, 3))) == 2, "no difference: the least adaptation"
+    assert choice(np.zeros((4, 3)), [-1.0, -4.0, -9.0]) == 0, "no difference in the loss: the clients' mixes decide"
+    assert choice(np.zeros((4, 3)), [-3.0, -2.0, -3.9]) == 2, "but for two nats"
+    assert choice(losses, [-3.0, 0.0, -9.0]) == 2, "the nearest of those that are as good; of two, less adaptation"
+    assert choice(losses, [-3.0, 0.0, -9.0], [4, 0, 4, 4]) == 2
+    assert choice(losses, [-3.0, 0.0, -9.0], [4, 0, 4, 3]) == label_shift.AS_IS, "more labels are right without it"
+
+
+def test_the_likelihood_of_a_mix_is_the_dirichlet_multinomial_s() -> None:
+    counts, prior = torch.tensor([3, 0, 1]), torch.tensor([0.5, 0.3, 0.2]).double()
+    ours = label_shift.log_mixes(counts, prior)
+    for strength, found in zip(STRENGTHS, ours.tolist(), strict=False):
+        alpha, seen, expected = strength * prior.numpy(), np.zeros(3), 0.0
+        for label in (0, 0, 2, 0):  # one after another, by Polya's urn
+            expected += math.log((alpha[label] + seen[label]) / (strength + seen.sum()))
+            seen[label] += 1
+        assert found == pytest.approx(expected)
+    assert float(ours[-1]) == pytest.approx(3 * math.log(0.5) + math.log(0.2))
+
+
+def test_where_labels_come_out_right_without_it_nothing_is_changed() -> None:
+    x, fitted = newcomer(), calibrated_as(4, 0.6) | {"gate.label-shift.menu": torch.tensor(label_shift.AS_IS)}
+    found, plain = personalize("label-shift", x, fitted), personalize("none", x, {})
+    assert torch.equal(found.logits, plain.logits)
+    assert torch.equal(found.predict_logits(x), plain.predict_logits(x))
+    assert "unchanged" in found.diary.decision
+
+
+def test_the_mix_that_is_shown_is_the_clients_own_whatever_the_gate_decided() -> None:
+    """Training clients found the evidence's mix nearer to the truth than the closed gate's predictions."""
+    mix = np.array([0.0, 0.0, 0.5, 0.5])
+    x, y = draw(np.random.default_rng(0), mix, 200, even(4), 2.0)
+    known = {"offset": torch.zeros(2), "scatter": torch.zeros(2), "clients": torch.tensor(20), "few": torch.tensor(0)}
+    for menu in (0, label_shift.CLOSED, label_shift.AS_IS):
+        fitted = calibrated_as(4) | {"gate.label-shift.menu": torch.tensor(menu)}
+        fitted |= {"calibration.none.bias": torch.zeros(4), "calibration.none.prior": torch.tensor(even(4))}
+        for nearer in (0, 1):
+            mixed = torch.tensor([0.1, 0.1]) - 0.05 * torch.nn.functional.one_hot(torch.tensor(nearer), 2)
+            fitted |= {f"reliability.label-shift.{name}": value for name, value in (known | {"mixed": mixed}).items()}
+            found = personalize("label-shift", x, fitted).diary
+            truth = torch.bincount(y, minlength=4) / 200
+            off = float(total_variation(torch.tensor(found.mix), truth))
+            assert found.mix_error is not None
+            if nearer or not menu:
+                assert off < 0.06
+            assert 0.05 <= found.mix_error < 0.15
 
 
 def test_evidence_alone_is_fooled_by_feature_shift_and_the_gate_is_not() -> None:
@@ -258,8 +313,8 @@ def test_evidence_alone_is_fooled_by_feature_shift_and_the_gate_is_not() -> None
     fitted = here.fit(gated, calibrated)
     plain = accuracy(here, calibrated, fitted)
     assert accuracy(here, free, fitted) < plain - 4
-    assert accuracy(here, gated, fitted) > plain - 0.5
-    assert "no adaptation" in gated.personalize(fitted.published, Unlabelled(0, here.new_logits[0])).diary.decision
+    assert int(fitted.published.fitted["gate.label-shift.menu"]) in (label_shift.CLOSED, label_shift.AS_IS)
+    assert accuracy(here, gated, fitted) > plain - 2
 
 
 def test_the_gate_opens_where_clients_differ_in_their_mix() -> None:
@@ -279,7 +334,7 @@ def test_a_class_that_one_fold_alone_holds_does_not_close_the_gate() -> None:
     here = replace(here, logits=[z.clamp(min=-12) for z in here.logits])
     gated, calibrated = here.personalizer("label-shift"), here.personalizer("calibrated")
     fitted = here.fit(gated, calibrated)
-    assert float(fitted.without(0).fitted["calibration.none.prior"][5]) < 1e-3
+    assert float(fitted.without(0).fitted["calibration.none.prior"][5]) < 1e-2
     assert int(fitted.published.fitted["gate.label-shift.menu"]) <= 4
     assert accuracy(here, gated, fitted) > accuracy(here, calibrated, fitted) + 10
 

@@ -63,7 +63,7 @@ def federation_card(manifest: FederationManifest) -> str:
         "",
         "## Limits",
         "It knows the classes above and no others. What it is worth on data unlike the training clients' is not known:",
-        "look at the class mix and the estimated accuracy that `upfl personalize` shows, and at some predictions.",
+        "`upfl personalize` says whether yours are like them; look at its class mix, too, and at some predictions.",
         "Checksums (`sha256sum -c SHA256SUMS`) find damage; they do not tell who made this.",
         "",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -17,11 +17,12 @@ from upfl.bundle.card import personal_card
 from upfl.bundle.manifest import FederationManifest, PersonalManifest, version
 from upfl.bundle.read import FederationParts, read
 from upfl.bundle.write import write_folder
-from upfl.contract import Diary, Personalized, Personalizer, Predictor, Published, Training, Unlabelled
+from upfl.contract import Diary, Likeness, Personalized, Personalizer, Predictor, Published, Training, Unlabelled
 from upfl.data.given import Given, unlabelled
 from upfl.data.inputs import normalized
 from upfl.engine.rounds import one_thread
 from upfl.errors import BundleError, DataError
+from upfl.personalize import likeness
 from upfl.state import State, prefixed
 from upfl.suggest import unknown
 
@@ -86,6 +87,7 @@ class Bundle:
         with one_thread():
             client = Unlabelled(0, normalized(task.input, unlabelled(x, task.input)), seed, kind)
             personalized = self.personalizers[name].personalize(self.published, client)
+            known, found, outlying = self._checked(client, personalized)
         predictor = personalized.predictor
         manifest = PersonalManifest(
             made_with=version(),
@@ -97,11 +99,41 @@ class Bundle:
             hyper=self.manifest.personalizers[name],
             architecture=kind,
             samples=len(client.x),
-            diary=personalized.diary,
+            diary=found,
+            checked=tuple(space for space in likeness.SPACES if f"{space}_means" in known),
             models=len(predictor.params),
             temperature=predictor.temperature,
         )
-        return PersonalModel(manifest, predictor, personalized)
+        return PersonalModel(manifest, predictor, personalized, known, outlying)
+
+    def _checked(self, client: Unlabelled, personalized: Personalized) -> tuple[State, Diary, Tensor | None]:
+        """Compare the data with the federation's: what later data will be compared with, the diary, outlying samples.
+
+        Nothing is said about the accuracy on data that are unlike. Features that adaptation changed are no use later.
+        """
+        known = likeness.known_of(self.published)
+        if not known:
+            return {}, personalized.diary, None
+        serves, params = "features_means" in known, None
+        if serves:
+            params = self.training.start(self.published, client, None)
+        found, outlying = likeness.check(self.training, known, params, client.x)
+        diary = replace(personalized.diary, likeness=found)
+        if found.unlike:
+            diary = replace(diary, accuracy=[], mix_error=None)
+        kept = likeness.SPACES if serves and self._same_features(params, personalized) else likeness.SPACES[:1]
+        return likeness.stored(known, kept), diary, outlying
+
+    def _same_features(self, start: State | None, personalized: Personalized) -> bool:
+        params, head = personalized.predictor.params, self.training.head
+        return (
+            start is not None
+            and len(params) == 1
+            and all(
+                name in (f"{head}.weight", f"{head}.bias") or torch.equal(value, start[name])
+                for name, value in params[0].items()
+            )
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,6 +143,8 @@ class PersonalModel:
     manifest: PersonalManifest
     predictor: Predictor
     personalized: Personalized | None = None  # what a stored model does not remember
+    known: State = field(default_factory=dict)  # what later data are compared with, where the federation published it
+    outlying: Tensor | None = None  # which samples are; what a stored model does not remember
 
     @classmethod
     def load(cls, path: str | Path) -> PersonalModel:
@@ -131,6 +165,22 @@ class PersonalModel:
     def diary(self) -> Diary:
         """What the personalizer saw, did and decided."""
         return self.manifest.diary
+
+    def check(self, x: Images) -> tuple[Likeness, NDArray[np.bool_]] | None:
+        """Whether later data are like the federation's, and which samples are outlying; None where nobody can tell."""
+        if not self.known:
+            return None
+        form, predictor = self.manifest.task.input, self.predictor
+        with one_thread(), torch.no_grad():
+            inputs = normalized(form, unlabelled(x, form))
+            found, outlying = likeness.check(predictor.training, self.known, predictor.params[0], inputs)
+        return found, outlying.numpy()
+
+    @property
+    def outlying_(self) -> NDArray[np.bool_]:
+        """Which of the samples that it was personalized on are unlike what the federation holds."""
+        samples = len(self.label_distributions_)
+        return np.zeros(samples, np.bool_) if self.outlying is None else self.outlying.numpy()
 
     def predict_logits(self, x: Images) -> Tensor:
         """Each class's logit: `predict_proba` before the softmax."""
@@ -186,13 +236,16 @@ class PersonalModel:
             state |= prefixed(str(i), {name: value.clone() for name, value in predictor.params[i].items()})
         if predictor.bias is not None:
             state["bias"] = predictor.bias
+        state |= prefixed("likeness", self.known)
         write_folder(path, self.manifest, state, (), personal_card(self.manifest))
 
 
 def load(path: str | Path) -> Bundle | PersonalModel:
     """Open either kind of bundle, after everything in it was checked."""
     found = read(path)
-    return Bundle(*found) if isinstance(found, FederationParts) else PersonalModel(*found)
+    if isinstance(found, FederationParts):
+        return Bundle(*found)
+    return PersonalModel(found.manifest, found.predictor, known=found.known)
 
 
 class ClassMix(NamedTuple):

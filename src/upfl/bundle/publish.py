@@ -24,7 +24,7 @@ from upfl.bundle.manifest import (
 )
 from upfl.bundle.model import Bundle
 from upfl.bundle.write import require_new, write_folder
-from upfl.contract import Published, Training
+from upfl.contract import HasNeeds, Published, Training
 from upfl.data.forms import Form
 from upfl.data.inputs import Inputs
 from upfl.engine.fitting import fit_needs
@@ -32,6 +32,7 @@ from upfl.engine.group import Group
 from upfl.engine.rounds import one_thread
 from upfl.errors import BundleError
 from upfl.methods import make_personalizer, personalizer_class, row_name
+from upfl.personalize.likeness import LikenessCheck
 from upfl.safe.folder import expanded
 from upfl.state import prefixed
 
@@ -56,12 +57,12 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
     plain = ["none"] if run.training.serves_newcomers else []
     names = dict.fromkeys([*config.personalize, *add, *plain])
     personalizers = {name: config.personalizer_hyper(name) for name in names}
+    needed: list[HasNeeds] = [LikenessCheck(run.training)]
     if add:
-        made = [make_personalizer(name, run.training, hyper) for name, hyper in personalizers.items()]
-        with one_thread(), torch.no_grad():
-            bare = replace(published, fitted={})
-            given, _ = fit_needs(made, bare, run.federation, Inputs(source), config.seed, Group())
-        published = given.published
+        needed += [make_personalizer(name, run.training, hyper) for name, hyper in personalizers.items()]
+        published = replace(published, fitted={})
+    with one_thread(), torch.no_grad():
+        given, _ = fit_needs(needed, published, run.federation, Inputs(source), config.seed, Group())
     summary = {
         "method": config.method,
         "dataset": config.dataset,
@@ -86,7 +87,7 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
         classes=source.class_names,
         input=source.form,
         training=run.training,
-        published=published,
+        published=given.published,
         personalizers={name: hyper.model_dump(exclude_none=True) for name, hyper in personalizers.items()},
         default=default,
         summary=summary,

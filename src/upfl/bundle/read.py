@@ -45,6 +45,8 @@ from upfl.contract import (
 from upfl.errors import BundleError, ConfigError, UpflError
 from upfl.methods import make_personalizer, make_training, personalizer_class, training_class
 from upfl.models.patches import Patches
+from upfl.personalize import likeness
+from upfl.personalize.likeness import LikenessCheck
 from upfl.randomness import generator
 from upfl.safe import tensors as stored
 from upfl.safe.archive import Unpacked
@@ -68,6 +70,7 @@ class FederationParts(NamedTuple):
 class PersonalParts(NamedTuple):
     manifest: PersonalManifest
     predictor: Predictor
+    known: State
 
 
 def read(path: str | Path) -> FederationParts | PersonalParts:
@@ -283,7 +286,8 @@ def _open_federation(folder: Folder, manifest: FederationManifest, training: Tra
             name: make_personalizer(name, training, personalizer_class(name).Hyper(**hyper))
             for name, hyper in manifest.personalizers.items()
         }
-        needs = needs_of(list(personalizers.values()))
+        check = [LikenessCheck(training)] if likeness.KEY in manifest.fitted else []
+        needs = needs_of([*personalizers.values(), *check])
     except (UpflError, ValidationError) as error:
         raise BundleError(f"{path}: personalizers: {_explained(error)}") from error
     if manifest.default not in personalizers:
@@ -344,11 +348,13 @@ def _open_personal(folder: Folder, manifest: PersonalManifest, training: Trainin
     expected: State = {}
     for i in range(manifest.models):
         expected |= prefixed(str(i), _parameters(model))
+    expected |= prefixed("likeness", likeness.expected(len(manifest.task.classes), manifest.checked))
     bias = torch.empty(len(manifest.task.classes), device="meta")
     tensors = _tensors(folder, WEIGHTS, expected, {"bias": bias})
     # In the layout that it had when it was personalized: sums are formed in the same order, to the same bits.
     params = [training.model.layout(select(tensors, str(i))) for i in range(manifest.models)]
-    return PersonalParts(manifest, Predictor(training, params, manifest.temperature, tensors.get("bias")))
+    predictor = Predictor(training, params, manifest.temperature, tensors.get("bias"))
+    return PersonalParts(manifest, predictor, select(tensors, "likeness"))
 
 
 def _tensors(folder: Folder, name: str, expected: Shapes, optional: Shapes = NOTHING) -> State:

@@ -85,7 +85,7 @@ def personalize(
     mine = federation.personalize(samples, personalizer, architecture=architecture)
     mine.save(out)
     probabilities = mine.label_distributions_
-    newcomer.write(out / "predictions.csv", newcomer.as_csv(samples, mine.classes_, probabilities))
+    newcomer.write(out / "predictions.csv", newcomer.as_csv(samples, mine.classes_, probabilities, mine.outlying_))
     newcomer.write(out / "summary.html", page(mine, samples))
     warnings = newcomer.warnings(samples, federation)
     if as_json:
@@ -96,7 +96,7 @@ def personalize(
         console.print(f"[yellow]warning: {escape(warning)}[/yellow]")
     newcomer.show(mine, console)
     for name, what in (
-        ("predictions.csv", "a class and its probability for each sample"),
+        ("predictions.csv", "a class and its probability for each sample; outlying samples are marked"),
         ("summary.html", "all of this, to look at"),
     ):
         console.print(f"{escape(str(out / name))}: {what}", soft_wrap=True)
@@ -109,11 +109,14 @@ def predict(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A CSV file.", show_default="standard output")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the classes of images by your own model.
+    """Predict the classes of images by your own model. Data unlike the federation's are warned of.
 
     Example: upfl predict me photos/ -o predictions.csv
     """
+    import numpy as np
+
     from upfl import bundle
+    from upfl.bundle.in_words import in_words
     from upfl.cli import newcomer
 
     mine = bundle.PersonalModel.load(path)
@@ -121,13 +124,19 @@ def predict(
     probabilities = mine.predict_proba(samples)
     for name in samples.skipped:
         Console(stderr=True, soft_wrap=True).print(f"[yellow]left out: {escape(name)}[/yellow]")
+    found, outlying = mine.check(samples) or (None, np.zeros(len(samples), np.bool_))
+    if found is not None and found.unlike:
+        told = f"warning: drift: {in_words(found)}"
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{escape(told)}[/]")
+    table = newcomer.as_csv(samples, mine.classes_, probabilities, outlying)
     if out is not None:
-        newcomer.write(out, newcomer.as_csv(samples, mine.classes_, probabilities))
+        newcomer.write(out, table)
     if as_json:
-        rows = zip(samples.names, newcomer.best(mine.classes_, probabilities), strict=True)
-        echo(json.dumps([{"sample": name, "class": c, "probability": p} for name, (c, p) in rows], indent=1))
+        rows = zip(samples.names, newcomer.best(mine.classes_, probabilities), outlying.tolist(), strict=True)
+        told_rows = [{"sample": name, "class": c, "probability": p, "outlying": odd} for name, (c, p), odd in rows]
+        echo(json.dumps(told_rows, indent=1))
     elif out is None:
-        echo(newcomer.as_csv(samples, mine.classes_, probabilities), nl=False)
+        echo(table, nl=False)
     else:
         echo(f"{out}: {len(samples)} predictions")
 

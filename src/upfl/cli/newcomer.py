@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from upfl import bundle
+from upfl.bundle.in_words import in_words, why_no_estimate
 from upfl.bundle.manifest import TaskSection
 from upfl.cli.console import Console
 from upfl.contract import Estimate
@@ -47,12 +48,15 @@ def best(classes: NDArray[np.str_], probabilities: NDArray[np.float64]) -> list[
     return [(str(classes[c]), float(row[c])) for c, row in zip(best, probabilities, strict=True)]
 
 
-def as_csv(samples: Samples, classes: NDArray[np.str_], probabilities: NDArray[np.float64]) -> str:
+def as_csv(
+    samples: Samples, classes: NDArray[np.str_], probabilities: NDArray[np.float64], outlying: NDArray[np.bool_]
+) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["sample", "class", "probability"])
-    for name, (likeliest, probability) in zip(samples.names, best(classes, probabilities), strict=True):
-        writer.writerow([csv_cell(name), csv_cell(likeliest), f"{probability:.4f}"])
+    writer.writerow(["sample", "class", "probability", "outlying"])
+    rows = zip(samples.names, best(classes, probabilities), outlying.tolist(), strict=True)
+    for name, (likeliest, probability), out in rows:
+        writer.writerow([csv_cell(name), csv_cell(likeliest), f"{probability:.4f}", "yes" if out else ""])
     return text.getvalue()
 
 
@@ -81,6 +85,8 @@ def found(mine: bundle.PersonalModel, samples: Samples, warnings: list[str], out
 def show(mine: bundle.PersonalModel, console: Console) -> None:
     diary, manifest = mine.diary, mine.manifest
     console.print(f"[bold]{counted(manifest.samples, 'sample')}, personalized by {manifest.personalizer}[/bold]")
+    told = in_words(diary.likeness)
+    console.print(f"[bold red]{escape(told)}[/]" if diary.likeness and diary.likeness.unlike else escape(told))
     console.print(f"{escape(diary.decision)}")
     mix = bundle.class_mix(mine)
     order = np.argsort(-np.maximum(mix.before, mix.after), kind="stable")
@@ -97,12 +103,16 @@ def show(mine: bundle.PersonalModel, console: Console) -> None:
         before, after = (sum(shares[c] for c in rest) for shares in (mix.before, mix.after))
         table.add_row(f"[dim]{len(rest)} others[/dim]", f"{before:.1%}", f"{after:.1%}", "")
     console.print(table)
+    if diary.mix_error is not None:
+        console.print(f"the mix after is off by about {100 * diary.mix_error:.0f} points, as training clients' was")
     if len(diary.entropy) > 1:
         plot = f"{diary.entropy[0]:.3f} {sparkline(diary.entropy)} {diary.entropy[-1]:.3f}"
         console.print(f"uncertainty (mean entropy, nats): {plot}")
     if diary.accuracy:
         before, after = (_in_percent(estimate) for estimate in diary.accuracy)
         console.print(f"estimated accuracy: {before} before, [bold]{after}[/bold] after (95% intervals)")
+    else:
+        console.print(f"estimated accuracy: {why_no_estimate(diary)}")
 
 
 def _in_percent(estimate: Estimate) -> str:

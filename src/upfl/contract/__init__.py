@@ -22,7 +22,7 @@ from upfl.contract.personalizer import (
     needs_of,
     varies,
 )
-from upfl.contract.predictor import CHUNK, Diary, Estimate, Personalized, Predictor, all_logits, chunks
+from upfl.contract.predictor import CHUNK, Diary, Estimate, Likeness, Personalized, Predictor, all_logits, chunks
 from upfl.contract.stage import Hyper, Noise, Phase, Stage, Step, Total
 from upfl.contract.training import Architecture, Published, Task, Training
 
@@ -39,6 +39,7 @@ __all__ = [
     "Fit",
     "HasNeeds",
     "Hyper",
+    "Likeness",
     "Need",
     "Noise",
     "Personalized",

@@ -45,6 +45,7 @@ from upfl.state import State, prefixed
 NoHyper = Hyper  # of a personalizer that has no hyper-parameters
 FOLDS = 5
 FITS = 1 + FOLDS  # on all clients, and without each fold
+LEAST_CLIENTS = 7, *(5,) * FOLDS  # of each of these fits: with fewer, nothing that validation labels teach is relied on
 R = TypeVar("R")
 
 
@@ -181,6 +182,10 @@ class Fit(Stage[Hyper]):
         taking = torch.zeros(FITS, dtype=torch.int64)
         taking[self.part_of(client)] = 1
         return taking
+
+    def too_few(self, clients: Tensor, labels: Tensor) -> Tensor:
+        """Whether so many clients and labels, of each fit, are too few to teach more than harm: [fits]."""
+        return (clients < torch.tensor(LEAST_CLIENTS)) | (labels < self.classes)
 
     def labels(self, client: Client) -> Tensor:
         return torch.cat([batch.y for batch in client.batches("validation", 1024)]).cpu()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,19 @@ class Estimate:
     high: float
 
 
+@dataclass(frozen=True)
+class Likeness:
+    """Whether a newcomer's data are like the federation's."""
+
+    verdict: Literal["alike", "unlike", "too few"]
+    p: float  # about how often a newcomer like the training clients is as far off as this
+    scores: dict[str, float]  # how far off, by check, in standard deviations of clients
+
+    @property
+    def unlike(self) -> bool:
+        return self.verdict == "unlike"
+
+
 @dataclass
 class Diary:
     """What a personalizer saw and did: one entry before the first step and one after each."""
@@ -33,7 +46,9 @@ class Diary:
     steps: int = 0  # steps behind the model that was kept
     decision: str = ""
     mix: list[float] = field(default_factory=list)  # each class's share of the samples, where it was estimated
+    mix_error: float | None = None  # by how much it is off, about: half the sum of the differences; where that is known
     accuracy: list[Estimate] = field(default_factory=list)  # before and after, where it was estimated
+    likeness: Likeness | None = None  # of the data, where the federation published what it takes
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class Personalized:
     logits: Tensor
     predictor: Predictor
     diary: Diary
+    posterior: Tensor | None = None  # what the predictions are judged by, where it is not the softmax of the logits
 
     def predict_logits(self, x: Tensor) -> Tensor:
         return self.predictor.logits(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Callable
-from logging import ERROR
+from logging import ERROR, INFO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from flwr.common.logger import log
 
 from upfl import plugins
 from upfl.bundle import Bundle, Images, PersonalModel
+from upfl.bundle.in_words import in_words
 from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.config import Config
 from upfl.engine.rounds import one_thread
@@ -114,11 +115,13 @@ def personalize(message: Message, context: Context) -> RecordDict:
     except UpflError as error:
         log(ERROR, "%s", error)  # it may name files: for the owner alone
         raise RunError("it could not personalize; its own log says why").public() from error
+    log(INFO, "%s", in_words(mine.diary.likeness))
     facts: dict[str, Any] = {"samples": mine.manifest.samples}
     if node.share == "estimates":
         diary = mine.diary
         facts |= {"personalizer": mine.manifest.personalizer, "steps": diary.steps}
         facts |= {"entropy": [diary.entropy[0], diary.entropy[-1]]} if diary.entropy else {}
+        facts |= {"likeness": diary.likeness.verdict} if diary.likeness else {}
         facts |= {"accuracy": [estimate.value for estimate in diary.accuracy]} if diary.accuracy else {}
     return RecordDict({FACTS: ConfigRecord(facts)})
 

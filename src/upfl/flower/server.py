@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,19 @@ from flwr.serverapp import Grid, ServerApp
 from upfl import bundle, plugins
 from upfl.bundle import Bundle
 from upfl.config import Config
-from upfl.contract import needs_of
-from upfl.engine.fitting import require_data
+from upfl.contract import Published, needs_of
+from upfl.engine.fitting import fit_by, require_data
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import upload_like
 from upfl.engine.rounds import Engine, Observer
 from upfl.engine.setup import Setup, assemble, named_federation
-from upfl.errors import ConfigError
+from upfl.errors import ConfigError, StoppedError
 from upfl.flower.cohort import NodeCohort
 from upfl.flower.handout import personalize
 from upfl.flower.privacy import Privacy, require_private
 from upfl.flower.terms import FederationTask, Settings, Terms, describe, require_no_public_set, unseen_federation
 from upfl.methods import row_name
+from upfl.personalize.likeness import LikenessCheck
 from upfl.randomness import generator
 
 BUNDLE = "bundle"  # in the run folder: what newcomers receive
@@ -68,7 +69,7 @@ def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> R
     engine = Engine(folder, NodeCohort(setup, grid, settings, terms))
     engine.run(observer or _Log())
     if not (settings.out / BUNDLE).exists():
-        write_bundle(engine, terms.task, settings.out / BUNDLE)
+        write_bundle(engine, terms.task, settings.out / BUNDLE, private=terms.privacy is not None)
     return folder
 
 
@@ -113,7 +114,18 @@ def _folder(settings: Settings, config: Config, task: FederationTask) -> RunFold
     return folder
 
 
-def write_bundle(engine: Engine[Any], task: FederationTask, path: Path) -> Bundle:
+def _checked(engine: Engine[Any], published: Published, private: bool) -> Published:
+    """With what newcomers compare their data with; unless noise must cover all that nodes tell, or nodes are gone."""
+    if private:
+        return published
+    try:
+        return fit_by(engine.cohort.fit, [LikenessCheck(engine.training)], published, lambda what: None)[0].published
+    except StoppedError as error:
+        log(WARNING, "newcomers will not be told whether their data are like the federation's: %s", error)
+        return published
+
+
+def write_bundle(engine: Engine[Any], task: FederationTask, path: Path, private: bool = False) -> Bundle:
     """What newcomers receive: the best row's state by validation accuracy, and all personalizers."""
     result = engine.result()
     rows = {row["row"]: row for row in result["rows"]}
@@ -127,7 +139,7 @@ def write_bundle(engine: Engine[Any], task: FederationTask, path: Path) -> Bundl
         classes=task.classes,
         input=task.input,
         training=engine.training,
-        published=engine.folder.load_best(scored[default]["best_round"]),
+        published=_checked(engine, engine.folder.load_best(scored[default]["best_round"]), private),
         personalizers=engine.config.personalize,
         default=default,
         summary=summary,

@@ -18,7 +18,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.common.logger import log
 from torch import Tensor
 
-from upfl.contract import Fit, needs_of
+from upfl.contract import Fit, HasNeeds, needs_of
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import score_validation, shown_to
 from upfl.engine.fitting import fit_client
@@ -29,6 +29,7 @@ from upfl.engine.setup import assemble
 from upfl.errors import ConfigError, RunError
 from upfl.flower.messages import ARRAYS, OWN, facts_of, from_record, to_record, unpack
 from upfl.flower.terms import Node, Terms, node_federation
+from upfl.personalize.likeness import LikenessCheck
 from upfl.state import State, all_aligned, select, to_device
 
 
@@ -86,7 +87,8 @@ class TrainingNode:
     def fit(self) -> Fit:
         """The fit that a message is about."""
         key, given = str(self.facts["key"]), unpack(self.arrays, int(self.facts["round"]))
-        return needs_of(list(self.setup.personalizers.values()))[key].stage(given)
+        needed: list[HasNeeds] = [*self.setup.personalizers.values(), LikenessCheck(self.training)]
+        return needs_of(needed)[key].stage(given)
 
     def takes_part(self, fit: Fit) -> bool:
         return bool(self.setup.federation.training.counts(fit.split)[self.id])

@@ -58,7 +58,7 @@ from upfl.contract import (
     Unlabelled,
 )
 from upfl.personalize.calibration import Calibrated, Correction, fitted
-from upfl.personalize.estimate import accuracy_of, interval
+from upfl.personalize.estimate import Reliability, accuracy_of, enough_clients, interval, own_variance
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.label_shift import SLIP, LabelShift
 from upfl.personalize.nothing import Nothing
@@ -116,8 +116,14 @@ class Auto(Personalizer[AutoHyper]):
         value, chance = measured(results, self.measures[int(known["measure"])])
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"])
-        variance = ((chance + known["covariance"]).diagonal() + known["scatter"]).clamp(min=0)
-        accuracy = [interval(expected[k].item(), variance[k].item()) for k in (NONE, chosen)]
+        clients = enough_clients(fitted(published, f"{Reliability.key}.{LabelShift.name}"))
+        if not clients:
+            plain = results[NONE]
+            decision = f"{plain.diary.decision}: too few training clients or labels to choose by"
+            return replace(plain, diary=replace(plain.diary, decision=decision))
+        own = own_variance(chance.diagonal() * len(client.x) ** 2, len(client.x))
+        variance = (own + known["covariance"].diagonal() + known["scatter"]).clamp(min=0)
+        accuracy = [interval(expected[k].item(), variance[k].item(), clients - 1) for k in (NONE, chosen)]
         diary = results[chosen].diary
         decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._in_percent(expected)})"
         return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
@@ -144,8 +150,8 @@ def _made(kind: type[Correction[Any]], training: Training[Any]) -> Correction[An
 
 
 def measured(results: list[Personalized], by: int) -> tuple[Tensor, Tensor]:
-    """e of the candidates, and its covariance, r given: label-shift's, at place `by`, whose logits are log r."""
-    posterior = results[by].logits.double().softmax(1).cpu()
+    """e of the candidates, and its covariance, r given: label-shift's, at place `by`."""
+    posterior = posterior_of(results[by])
     predicted = torch.stack([one.logits.argmax(1).cpu() for one in results])  # [candidates, n]
     right = posterior.gather(1, predicted.T).T
     same = predicted.unsqueeze(1) == predicted
@@ -153,10 +159,15 @@ def measured(results: list[Personalized], by: int) -> tuple[Tensor, Tensor]:
     return right.mean(1), chance / len(posterior) ** 2
 
 
-def slipping_loss(logits: Tensor, y: Tensor) -> Tensor:
+def posterior_of(shifted: Personalized) -> Tensor:
+    """r: label-shift's logits are log r, unless it left them as they are."""
+    return shifted.logits.double().softmax(1).cpu() if shifted.posterior is None else shifted.posterior
+
+
+def slipping_loss(posterior: Tensor, y: Tensor) -> Tensor:
     """The negative log-likelihood of labels, a share of which is taken for chance."""
-    posterior = logits.double().softmax(1).cpu().gather(1, y.unsqueeze(1))
-    return -((1 - SLIP) * posterior + SLIP / logits.shape[1]).log().sum()
+    right = posterior.gather(1, y.unsqueeze(1))
+    return -((1 - SLIP) * right + SLIP / posterior.shape[1]).log().sum()
 
 
 def choose(expected: Tensor, covariance: Tensor) -> int:
@@ -200,7 +211,7 @@ class Choice(Fit):
             for i, by in enumerate(self.personalizer.measures):
                 value, chance[fit, i] = measured(results, by)
                 error[fit, i] = truth - value
-                loss[fit, i] = slipping_loss(results[by].logits, y)
+                loss[fit, i] = slipping_loss(posterior_of(results[by]), y)
         return {"error": error, "chance": chance, "loss": loss, "samples": torch.tensor(len(y))}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:

@@ -10,8 +10,10 @@ whose loss, gradient and Hessian are sums over clients. A step that does not low
 
 Settled: a is drawn to 1 with the weight of one sample, without which it has no bound where every prediction is right,
 and stays above 0: where predictions mislead, it is held at 1e-3 and b goes on alone, so that pi is right nevertheless.
-b is drawn to 0 with weight 1e-3 a sample from 62 classes on, where validation data is too thin to fit it freely, 1e-6
-below. pi is smoothed by 1e-4 and 1e-6 accordingly.
+b is drawn to 0 with the weight of half a sample: where few labels are there, or nearly all come out right, nothing else
+holds it (with 140 labels of digits, b went to 10 and more; half a sample has the better cross-fitted likelihood there,
+and many labels outweigh it). From 62 classes on it is 1e-3 a sample, if that is more. pi is smoothed by 1e-4 from 62
+classes on, 1e-6 below.
 """
 
 from __future__ import annotations
@@ -42,14 +44,16 @@ from upfl.contract import (
     varies,
 )
 from upfl.errors import RunError
+from upfl.personalize import class_mix
 from upfl.personalize.adaptation import entropy
-from upfl.personalize.estimate import Reliability, estimates
+from upfl.personalize.estimate import Reliability, estimates, shown_mix
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 
 MANY_CLASSES = 62
 LEAST_SCALE = 1e-3
 CLOSE = 1e-10  # nats from the least mean loss, twice: where data is thin, the sums' rounding lets no step come nearer
+HELD = 0.5  # how many samples' weight draws b to 0
 ROUNDING = 2.0**-24  # of a difference of mean losses: in the sum, each client's is off by half of 2^-24 at most
 
 
@@ -74,6 +78,8 @@ class Calibration(Fit):
             "decrement": torch.full((fits,), torch.inf, dtype=torch.float64),
             "prior": torch.full((fits, self.classes), 1 / self.classes, dtype=torch.float64),
             "confusion": torch.zeros(fits, self.classes, self.classes, dtype=torch.float64),
+            "clients": torch.zeros(fits, dtype=torch.int64),
+            "labels": torch.zeros(fits, dtype=torch.int64),
         }
 
     def memory(self, client: Client) -> State:
@@ -88,7 +94,7 @@ class Calibration(Fit):
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         part = self.part_of(client.id)
         scores = carry["scores"][part] if len(carry["scores"]) > 1 else carry["scores"]
-        up = {}
+        up = {"clients": self.takes_part(client.id)}
         for name, value in newton_sums(server["point"][part], scores, carry["y"]).items():
             up[name] = value.new_zeros(FITS, *value.shape[1:])
             up[name][part] = value
@@ -96,7 +102,7 @@ class Calibration(Fit):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         count = total["count"].double().clamp(min=1)
-        weight = torch.full((1 + self.classes,), self.penalty(), dtype=torch.float64).repeat(len(count), 1)
+        weight = self.penalty(count).unsqueeze(1).repeat(1, 1 + self.classes)
         weight[:, 0] = 1 / count
         away = server["point"].clone()
         away[:, 0] -= 1
@@ -112,6 +118,7 @@ class Calibration(Fit):
         hessian[held, 0, 1:] = hessian[held, 1:, 0] = 0
         gradient[held, 0] = 0
         step = -torch.linalg.solve(hessian, gradient)
+        step[self.too_few(total["clients"], total["count"])] = 0  # the model stays as it is
         longest = torch.where(step[:, 0] < 0, (scale - LEAST_SCALE) / -step[:, 0], 1.0).clamp(max=1)
         row = better.unsqueeze(1)
         theta = torch.where(row, server["point"], server["theta"])
@@ -128,13 +135,16 @@ class Calibration(Fit):
             "confusion": torch.where(
                 better.view(-1, 1, 1), total["confusion"].double() / count.view(-1, 1, 1), server["confusion"]
             ),
+            "clients": total["clients"],
+            "labels": total["count"],
         }
 
     def over_others(self, server: State) -> State:
         return server | {"loss": torch.full_like(server["loss"], torch.inf)}  # of others, it is not to be compared
 
-    def penalty(self) -> float:
-        return 1e-3 if self.classes >= MANY_CLASSES else 1e-6
+    def penalty(self, count: Tensor) -> Tensor:
+        """The weight of b's distance from 0 in a mean over so many labels."""
+        return (HELD / count).clamp(min=1e-3 if self.classes >= MANY_CLASSES else 0.0)
 
     def done(self, server: State) -> bool:
         return bool(((server["decrement"] < CLOSE) | (server["fraction"] < 1e-6)).all())
@@ -150,10 +160,14 @@ class Calibration(Fit):
             "bias": server["theta"][fit, 1:].clone(),
             "prior": prior / prior.sum(),
             "confusion": server["confusion"][fit].clone(),
+            "clients": server["clients"][fit].clone(),
+            "labels": server["labels"][fit].clone(),
+            "few": self.too_few(server["clients"], server["labels"])[fit].long(),
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"scale": (LEAST_SCALE / 2, math.inf), "prior": (1e-12, 1), "confusion": (0, 1)}
+        counts = dict.fromkeys(("clients", "labels"), (0, math.inf))
+        return {"scale": (LEAST_SCALE / 2, math.inf), "prior": (1e-12, 1), "confusion": (0, 1), "few": (0, 1)} | counts
 
 
 def newton_sums(theta: Tensor, scores: Tensor, y: Tensor) -> State:
@@ -191,11 +205,14 @@ class Calibrator:
     bias: Tensor
     prior: Tensor
     confusion: Tensor
+    too_few: str = ""  # why nothing was calibrated, where that is so
 
     @classmethod
     def of(cls, published: Published, personalizer: str) -> Calibrator:
         known = fitted(published, f"{Calibration.key}.{personalizer}")
-        return cls(float(known["scale"]), known["bias"], known["prior"], known["confusion"])
+        few = f"{int(known['clients'])} training client(s) with {int(known['labels'])} validation label(s) are too few"
+        why = few if known["few"] else ""
+        return cls(float(known["scale"]), known["bias"], known["prior"], known["confusion"], why)
 
     def log_posterior(self, logits: Tensor) -> Tensor:
         return (self.scale * logits.cpu().double().log_softmax(1) + self.bias).log_softmax(1)
@@ -224,8 +241,10 @@ H = TypeVar("H", bound=Hyper)
 
 class Corrected(NamedTuple):
     posterior: Tensor  # of each of the client's samples
-    mix: Tensor | None  # the client's mix of classes, where there is one
+    mix: Tensor | None  # the mix of classes that later samples are predicted with, where there is one
     decision: str
+    own_mix: Tensor | None = None  # the client's mix by its own evidence, whatever was decided; where it is at hand
+    as_is: bool = False  # whether the base's predictions stay as they are: the posterior only judges them
 
 
 class Correction(Personalizer[H]):
@@ -267,17 +286,36 @@ class Correction(Personalizer[H]):
 
     def corrected(self, base: Personalized, published: Published) -> Personalized:
         """What the base came to, corrected."""
-        calibrator = Calibrator.of(published, self.base.name)
-        posterior, mix, decision = self.correct(base, calibrator, published)
-        logits = posterior.clamp(min=1e-300).log()
+        calibrator, found = self.found(base, published)
+        known = select(published.fitted, f"{Reliability.key}.{self.name}")
+        logits = base.logits if found.as_is else found.posterior.clamp(min=1e-300).log().to(base.logits)
+        mix, mix_error = shown_mix(self.mixes(base, calibrator, found), found.posterior, known)
         diary = replace(
             base.diary,
-            entropy=[*base.diary.entropy, entropy(logits).mean().item()],
-            decision=decision if self.Base is Nothing else f"{base.diary.decision}; {decision}",
-            mix=(posterior.mean(0) if mix is None else mix).tolist(),
-            accuracy=estimates(base.before, posterior, select(published.fitted, f"{Reliability.key}.{self.name}")),
+            entropy=[*base.diary.entropy, entropy(logits.double()).mean().item()],
+            decision=found.decision if self.Base is Nothing else f"{base.diary.decision}; {found.decision}",
+            mix=mix.tolist(),
+            mix_error=mix_error,
+            accuracy=estimates(base.before, logits, found.posterior, known),
         )
-        return Personalized(base.before, logits.to(base.logits), calibrator.predictor(base.predictor, mix), diary)
+        predictor = base.predictor if found.as_is else calibrator.predictor(base.predictor, found.mix)
+        return Personalized(base.before, logits, predictor, diary, found.posterior if found.as_is else None)
+
+    def found(self, base: Personalized, published: Published) -> tuple[Calibrator, Corrected]:
+        """What becomes of the base's logits; where too few taught the calibration, they stay."""
+        calibrator = Calibrator.of(published, self.base.name)
+        if not calibrator.too_few:
+            return calibrator, self.correct(base, calibrator, published)
+        posterior = calibrator.log_posterior(base.logits).exp()
+        return calibrator, Corrected(posterior, None, f"not corrected: {calibrator.too_few} to go by", as_is=True)
+
+    def mixes(self, base: Personalized, calibrator: Calibrator, found: Corrected) -> Tensor:
+        """Two estimates of the client's mix of classes, [2, classes]: by what was done, and by its own evidence."""
+        own = found.own_mix
+        if own is None:
+            posterior = class_mix.on_grid(calibrator.log_posterior(base.logits), calibrator.prior)
+            own = posterior.averaged(torch.zeros_like(posterior.evidence))[0].mean(0)
+        return torch.stack([found.posterior.mean(0), own])
 
     @abstractmethod
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:

@@ -73,6 +73,13 @@ def with_unadapted(posterior: Posterior, p: Tensor, prior: Tensor) -> Posterior:
     )
 
 
+def on_grid(log_p: Tensor, prior: Tensor) -> Posterior:
+    """Posteriors under Dirichlet(s pi) for every s of the grid, from weak to strong, and for s = infinity."""
+    alpha = torch.tensor(STRENGTHS, dtype=prior.dtype).unsqueeze(1) * prior
+    p = log_p.exp()
+    return with_unadapted(variational(log_p - prior.log(), alpha, p), p, prior)
+
+
 def expectation_maximisation(
     likelihood: Tensor, prior: Tensor, strength: float = 0.0, sweeps: int = 1000
 ) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,36 @@
-"""How accurate a newcomer's predictions are, told without its labels.
+"""How accurate a newcomer's predictions are and which classes it holds, told without its labels; and how sure that is.
 
 With posteriors r that mean what they say, a prediction d_i is right with probability r_i,d_i:
 
-    accuracy = mean_i r_i,d_i           of the model before (d its own predictions) and after (d = argmax r)
-    variance = mean_i r_i,d_i (1 - r_i,d_i) / n   of the accuracy on these very samples, r given
+    accuracy = mean_i r_i,d_i           of the model before (d its own predictions) and after
 
 Posteriors are never quite what they say. How far they are off, the training clients know: each plays the newcomer and
-compares its estimate with its labels. The mean of the differences corrects the estimate, and what they scatter beyond
-the variance above widens the interval: +- 1.96 sqrt(variance + scatter).
+compares with its labels. With e_i = [d_i = y_i] - r_i,d_i on the n_k samples of client k, N in all, and K clients,
+
+    offset m = sum e / N                         corrects the estimate
+    within   s2 = (sum_k sum_i (e_i - mean_k e)^2 + 2) / (N - K + 4)
+    between  t2 = (sum_k n_k (mean_k e - m)^2 - (K - 1) s2) / (N - sum n_k^2 / N), where that is positive
+    scatter  = t2 + t2 sum n_k^2 / N^2 + s2 / N  of a newcomer about the mean client, and of that mean
+
+and the accuracy on the newcomer's own n samples is within
+
+    value + m +- q sqrt(scatter + v / n),   v = (sum_i r_i,d_i (1 - r_i,d_i) + 2) / (n + 4)
+
+q is Student's quantile for K - 1 clients. The 2 and the 4 are two right and two wrong predictions more, as Agresti and
+Coull have them: where every label came out right, or a newcomer has a single sample, that is no proof of certainty.
+
+The class mix. Two estimates of each class's share of these very samples: the mean of the posteriors by which they are
+predicted, and of those by the newcomer's own evidence, whatever a gate decided. The one that is nearer to the training
+clients' labels is shown, by its total variation (half the sum of absolute differences), with how far it is off: for
+training clients in the mean, and by the newcomer's own posteriors.
+
+Too few training clients or labels: there is no estimate.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,62 +38,113 @@ from torch import Tensor
 from upfl.contract import FITS, Client, Estimate, Fit, Total, varies
 from upfl.state import State
 
+PSEUDO_WRONG, PSEUDO = 2, 4  # samples more than there are, and how many of them are wrong
+
 
 class Reliability(Fit):
-    """The mean and the scatter of the estimates' errors over training clients, before and after personalization."""
+    """How far estimates are off, over training clients: of the accuracy before and after, of the class mix."""
 
     key = "reliability"
+    scales: ClassVar = dict.fromkeys(("error", "square", "within", "mixed"), 30)
     personalizer: Any  # a Correction
 
     def init(self, generator: torch.Generator) -> State:
-        return {name: torch.zeros(FITS, 2, dtype=torch.float64) for name in ("offset", "scatter")}
+        pairs = {name: torch.zeros(FITS, 2, dtype=torch.float64) for name in ("offset", "scatter", "mixed")}
+        return pairs | {name: torch.zeros(FITS, dtype=torch.int64) for name in ("clients", "few")}
 
     def memory(self, client: Client) -> State:
         y = self.labels(client)
-        error, variance = torch.zeros(2, FITS, 2, dtype=torch.float64)
-        base = self.personalizer.base
+        error, square, within, mixed = torch.zeros(4, FITS, 2, dtype=torch.float64)
+        base, n = self.personalizer.base, len(y)
+        truth = torch.bincount(y, minlength=self.classes) / n
         for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
-            corrected = self.personalizer.corrected(personalized, published)
-            posterior = corrected.logits.double().softmax(1).cpu()
-            for i, logits in enumerate((corrected.before, corrected.logits)):
-                value, variance[fit, i] = raw_estimate(logits, posterior)
-                error[fit, i] = value - accuracy_of(logits, y)
-        return {"error": error, "variance": variance}
+            calibrator, found = self.personalizer.found(personalized, published)
+            after = personalized.logits if found.as_is else found.posterior
+            for i, predictions in enumerate((personalized.before, after)):
+                off = (predictions.cpu().argmax(1) == y).double() - of_predictions(predictions, found.posterior)
+                error[fit, i], square[fit, i] = off.sum(), off.sum() ** 2 / n
+                within[fit, i] = (off - off.mean()).square().sum()
+            mixes = self.personalizer.mixes(personalized, calibrator, found)
+            mixed[fit] = n * total_variation(mixes, truth)
+        return {"error": error, "square": square, "within": within, "mixed": mixed, "samples": torch.tensor(n)}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        error = carry["error"]
-        clients = self.takes_part(client.id).double().unsqueeze(1)
-        return {"clients": clients, "error": error, "excess": error.square() - carry["variance"]}, carry
+        clients = self.takes_part(client.id)
+        samples = clients * carry["samples"]
+        return {**carry, "clients": clients, "samples": samples, "squared_samples": samples * carry["samples"]}, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
-        clients = total["clients"].clamp(min=1)
-        offset = total["error"] / clients
-        return {"offset": offset, "scatter": (total["excess"] / clients - offset.square()).clamp(min=0)}
+        clients, samples = total["clients"], total["samples"]
+        k, n, squared = (value.double().unsqueeze(1) for value in (clients, samples, total["squared_samples"]))
+        n = n.clamp(min=1)
+        offset = total["error"] / n
+        within = (total["within"] + PSEUDO_WRONG) / (n - k + PSEUDO).clamp(min=1)
+        spread = total["square"] - n * offset.square() - (k - 1) * within
+        between = (spread / (n - squared / n).clamp(min=1e-9)).clamp(0, 1)
+        return {
+            "offset": offset,
+            "scatter": (between * (1 + squared / n.square()) + within / n).clamp(max=1),
+            "mixed": total["mixed"] / n,
+            "clients": clients,
+            "few": self.too_few(clients, samples).long(),
+        }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"offset": (-1, 1), "scatter": (0, 1)}
+        return {"offset": (-1, 1), "scatter": (0, 1), "mixed": (0, 1), "clients": (0, math.inf), "few": (0, 1)}
 
 
-def raw_estimate(predictions: Tensor, posterior: Tensor) -> tuple[float, float]:
-    """(the accuracy that the posteriors give to predictions, its variance)"""
-    right = posterior.gather(1, predictions.cpu().argmax(1, keepdim=True)).clamp(max=1)  # rounding may take it past 1
-    return right.mean().item(), (right * (1 - right)).mean().item() / len(right)
+def of_predictions(predictions: Tensor, posterior: Tensor) -> Tensor:
+    """The probability that the posteriors give to each prediction. Rounding may take it past 1."""
+    return posterior.gather(1, predictions.cpu().argmax(1, keepdim=True)).squeeze(1).clamp(max=1)
 
 
-def estimates(before: Tensor, posterior: Tensor, known: State) -> list[Estimate]:
-    """The accuracy before and after, with what training clients taught about such estimates where they did."""
+def total_variation(mixes: Tensor, truth: Tensor) -> Tensor:
+    """The share of samples that would have to be of another class; along the last axis."""
+    return (mixes - truth).abs().sum(-1) / 2
+
+
+def estimates(before: Tensor, after: Tensor, posterior: Tensor, known: State) -> list[Estimate]:
+    """The accuracy of predictions before and after, where training clients taught how far such estimates are off."""
     result = []
-    for i, predictions in enumerate((before, posterior)):
-        value, variance = raw_estimate(predictions, posterior)
-        if known:
-            value, variance = value - known["offset"][i].item(), variance + known["scatter"][i].item()
-        result.append(interval(value, variance))
+    for i, predictions in enumerate((before, after) if (clients := enough_clients(known)) else ()):
+        right = of_predictions(predictions, posterior)
+        variance = own_variance((right * (1 - right)).sum(), len(right)) + known["scatter"][i]
+        result.append(interval(right.mean().item() + known["offset"][i].item(), variance.item(), clients - 1))
     return result
 
 
-def interval(value: float, variance: float) -> Estimate:
-    value, half = min(max(value, 0.0), 1.0), 1.96 * math.sqrt(variance)
+def enough_clients(known: State) -> int:
+    """How many training clients taught how far estimates are off; 0 where they were too few."""
+    return int(known["clients"]) if known and not known["few"] else 0
+
+
+def own_variance(sum_of_variances: Tensor, samples: int) -> Tensor:
+    """The variance of the accuracy on a newcomer's own samples, from the sum of r (1 - r)."""
+    return (sum_of_variances + PSEUDO_WRONG) / (samples + PSEUDO) / samples
+
+
+def shown_mix(mixes: Tensor, posterior: Tensor, known: State) -> tuple[Tensor, float | None]:
+    """The better of two estimates of the class mix, and how far it is off, as far as training clients taught that."""
+    if not enough_clients(known):
+        return mixes[0], None
+    best = int(known["mixed"].argmin())
+    chance = (posterior * (1 - posterior)).sum(0).sqrt().sum() * math.sqrt(2 / math.pi) / (2 * len(posterior))
+    return mixes[best], math.hypot(known["mixed"][best].item(), chance.item())
+
+
+def interval(value: float, variance: float, freedom: int = 10**6) -> Estimate:
+    value, half = min(max(value, 0.0), 1.0), student(freedom) * math.sqrt(variance)
     return Estimate(value, max(value - half, 0.0), min(value + half, 1.0))
+
+
+def student(freedom: int) -> float:
+    """Student's 97.5% quantile, to a thousandth from 5 degrees of freedom on (Abramowitz, Stegun 26.7.5)."""
+    z, n = 1.959964, max(freedom, 1)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + _third(z) / n**3
+
+
+def _third(z: float) -> float:
+    return (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
 
 
 def accuracy_of(logits: Tensor, y: Tensor) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upfl.bundle import PersonalModel, class_mix
+from upfl.bundle.in_words import in_words, why_no_estimate
 from upfl.data.samples import Samples
 
 LEAST_CERTAIN = 24
@@ -21,7 +22,8 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .1rem .8rem .1rem 0; text-align: right }
 td:first-child, th:first-child { text-align: left } .bar { width: 18rem; text-align: left; font-weight: 400 }
 .bar i { display: block; height: .5rem; background: #9aa5b1 } .bar i + i { background: #1b7f5c }
-svg { max-width: 100%; height: auto } .note { color: #52606d } .cards { display: flex; flex-wrap: wrap; gap: .8rem }
+svg { max-width: 100%; height: auto } .alarm { color: #b00020; font-weight: 700 }
+.note { color: #52606d } .cards { display: flex; flex-wrap: wrap; gap: .8rem }
 .cards figure { margin: 0; width: 5.5rem; font-size: .75rem; overflow-wrap: anywhere }
 .cards img { width: 5.5rem; height: 5.5rem; image-rendering: pixelated; background: #eee; object-fit: contain }
 @media (prefers-color-scheme: dark) { body { background: #12171c; color: #d9e2ec } .note { color: #9aa5b1 } }
@@ -41,6 +43,7 @@ def page(mine: PersonalModel, samples: Samples) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
+        *_likeness(mine),
         f"<p>{escape(diary.decision[:1].upper() + diary.decision[1:])}.</p>",
         f"<p class=note>{escape(made)}; {escape(manifest.made_with)}.",
         f"This page tells about your {manifest.task.input.noun}: pass it on as you would pass them on.</p>",
@@ -53,9 +56,20 @@ def page(mine: PersonalModel, samples: Samples) -> str:
     return "\n".join(parts) + "\n"
 
 
+def _likeness(mine: PersonalModel) -> list[str]:
+    found = mine.diary.likeness
+    told, alarm = escape(in_words(found)), " class=alarm" if found is not None and found.unlike else ""
+    parts = [f"<p{alarm}>{told}</p>"]
+    if found is not None:
+        rows = [f"<tr><td>{escape(name)}</td><td>{score:.1f}</td></tr>" for name, score in found.scores.items()]
+        table = f"<table><tr><th>check</th><th>standard deviations of clients</th></tr>{''.join(rows)}</table>"
+        parts.append(f"<details><summary>The checks (p = {found.p:.2g})</summary>{table}</details>")
+    return parts
+
+
 def _accuracy(mine: PersonalModel) -> list[str]:
     if not mine.diary.accuracy:
-        return []
+        return ["<h2>Estimated accuracy</h2>", f"<p>{escape(why_no_estimate(mine.diary))}</p>"]
     rows = [
         f"<tr><td>{when}</td><td>{estimate.value:.1%}</td><td>{estimate.low:.1%} to {estimate.high:.1%}</td></tr>"
         for when, estimate in zip(("before", "after"), mine.diary.accuracy, strict=True)
@@ -77,6 +91,8 @@ def _mix(mine: PersonalModel) -> list[str]:
     head = "<tr><th>class</th><th>before</th><th>after</th><th class=bar>before (grey), after (green)</th></tr>"
     more = len(mine.classes_) - len(order)
     note = f"<p class=note>{more} rarer classes are not shown.</p>" if more else ""
+    if (off := mine.diary.mix_error) is not None:
+        note += f"<p class=note>The mix after is off by about {100 * off:.0f} points, as training clients' was.</p>"
     return ["<h2>Class mix</h2>", f"<table>{head}{''.join(rows)}</table>{note}"]
 
 
