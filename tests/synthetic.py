@@ -50,6 +50,7 @@ class World:
     labels: list[Tensor]
     new_logits: list[Tensor]
     new_labels: list[Tensor]
+    trained: list[Tensor] | None = None  # the label of each one's sample that is not for validation; its first's
 
     @property
     def classes(self) -> int:
@@ -63,7 +64,11 @@ class World:
         return Published(state, 1, fitted=fitted)
 
     def federation(self) -> tuple[Federation, Given]:
-        padded = [torch.cat([z[:1], z]) for z in self.logits], [torch.cat([y[:1], y]) for y in self.labels]
+        trained = self.trained or [y[:1] for y in self.labels]
+        padded = (
+            [torch.cat([z[:1], z]) for z in self.logits],
+            [torch.cat([first, y]) for first, y in zip(trained, self.labels, strict=True)],
+        )
         x, y = torch.cat([*padded[0], *self.new_logits]), torch.cat([*padded[1], *self.new_labels])
         train, new = _clients(padded[0], 0, 1), _clients(self.new_logits, sum(map(len, padded[0])), 0)
         names = tuple(map(str, range(self.classes)))
@@ -82,7 +87,9 @@ class World:
         return fit_needs(made, self.published(), federation, inputs, 0, group or Group())[0]
 
     def relabelled(self, client: int, labels: Tensor) -> World:
-        return replace(self, labels=[*self.labels[:client], labels, *self.labels[client + 1 :]])
+        """The same clients, of whom one has other labels for validation; those that it trained on stay."""
+        labels_of = [*self.labels[:client], labels, *self.labels[client + 1 :]]
+        return replace(self, labels=labels_of, trained=[y[:1] for y in self.labels])
 
 
 def _clients(held: Sequence[Tensor], start: int, train: int) -> Clients:

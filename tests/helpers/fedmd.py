@@ -80,5 +80,9 @@ class DigestStep:
 
 def small(method: str = "hetero-fedtta", *settings: str, **options: Any) -> Config:
     settings = ("iterations=3", "digest_epochs=1", "newcomer_epochs=2", "digest_batch=50", *settings)
-    scale: dict[str, Any] = {"rounds": 2, "model": {"hidden": 16}, "partition": {"clients": 24, "public": 0.1}}
+    scale: dict[str, Any] = {
+        "rounds": 2,
+        "model": {"hidden": 16},
+        "partition": {"clients": 24, "public": 0.1, "held_out": 0.0},
+    }
     return configure(method, "digits", settings=settings, **(scale | options))
