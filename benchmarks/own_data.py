@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-ROUNDS = 12
+ROUNDS = 8
 
 
 def measured(command: list[str], folder: Path) -> dict[str, Any]:
@@ -72,11 +72,11 @@ def make_table(path: Path, rows: int, clients: int, features: int = 32) -> Path:
     rng, step = np.random.default_rng(0), 250_000
     centres = rng.normal(size=(10, features)).astype(np.float32)
     fields = [(f"f{i}", pa.float32()) for i in range(features)] + [("y", pa.int32()), ("who", pa.int64())]
-    with pq.ParquetWriter(path, pa.schema(fields)) as out:
+    with pq.ParquetWriter(path, pa.schema(fields), compression="none", use_dictionary=False) as out:
         for start in range(0, rows, step):
             count = min(step, rows - start)
             y = rng.integers(0, 10, count).astype(np.int32)
-            x = centres[y] + rng.normal(size=(count, features)).astype(np.float32)
+            x = centres[y] + rng.standard_normal((count, features), np.float32)
             who = (start + np.arange(count)) % clients
             columns = {f"f{i}": x[:, i] for i in range(features)} | {"y": y, "who": who}
             out.write_table(pa.table(columns, pa.schema(fields)))

@@ -140,6 +140,12 @@ def test_what_is_wrong_with_a_table_is_named(
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
+def test_names_of_columns_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"f\xb8,y,who\n1,a,p\n2,b,q\n")
+    with pytest.raises(DataError, match=r"t\.csv: cannot be read"):
+        read(tmp_path / "t.csv", NAMED)
+
+
 def test_samples_are_of_one_kind() -> None:
     with pytest.raises(DataError, match="--image and --text: samples are one of these"):
         Options(label="y", text="y", image="f")

@@ -162,7 +162,8 @@ def _csv(path: Path) -> Table:
 
 
 def _types(schema: Any, where: str) -> dict[str, Any]:
-    names = list(schema.names)
+    with reading(where):  # names may not be text
+        names = list(schema.names)
     if twice := {name for name in names if names.count(name) > 1}:
         raise DataError(f"{where}: two columns are named '{min(twice)}'")
     return {name: schema.field(name).type for name in names}
