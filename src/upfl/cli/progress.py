@@ -56,7 +56,7 @@ class ProgressBar:
             console=self.console,
         )
         self._task = self._bar.add_task(title, total=None, facts="", stage="loading", start=True)
-        self._wide, self._loss, self._scores, self._row = wide, "", "", ""
+        self._title, self._wide, self._loss, self._scores, self._row = title, wide, "", "", ""
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -95,8 +95,8 @@ class ProgressBar:
             self.console.print(
                 f"[yellow]round {metrics['round']}: client {client['client']} left out: {client['reason']}[/yellow]"
             )
-        self._bar.update(
-            self._task,
-            completed=metrics["round"],
-            facts=f"{self._loss} {self._scores}" if self._wide else self._scores or self._loss,
-        )
+        facts = f"{self._loss} {self._scores}"
+        if not self._wide and self._scores:  # no room for the loss, nor for a name that the title has
+            named = self._title.partition(",")[0].strip() == self._row
+            facts = self._scores.removeprefix(f"{self._row}: ") if named else self._scores
+        self._bar.update(self._task, completed=metrics["round"], facts=facts)

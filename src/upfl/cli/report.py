@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from upfl.cli.console import Console, echo
+from upfl.safe.text import counted
 
 
 def report(
@@ -40,7 +41,8 @@ def report(
         console.print(f"[yellow]left out:[/yellow] {escape(path)}: {escape(reason)}", soft_wrap=True)
     lines = sum(len(setting.lines) for setting in made.settings)
     console.print(
-        f"{len(made.collected.runs)} runs, {lines} rows, {len(made.tables)} tables, {len(made.figures)} figures",
+        f"{counted(len(made.collected.runs), 'run')}, {counted(lines, 'row')}, "
+        f"{counted(len(made.tables), 'table')}, {counted(len(made.figures), 'figure')}",
         soft_wrap=True,
     )
     echo(out / "index.html")
