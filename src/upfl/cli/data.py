@@ -40,15 +40,19 @@ def list_command(as_json: AsJson = False) -> None:
     if as_json:
         return echo(json.dumps(rows, indent=2))
     table = lean_table("Data sets")
-    for column in ("data set", "samples", "classes", "clients"):
+    for column in ("data set", "samples", "classes", "clients", "where"):
         table.add_column(column, no_wrap=True)
-    table.add_column("where", overflow="fold")
+    folders = list(dict.fromkeys(Path(row["folder"]).parent for row in rows if row["folder"]))
     for row in rows:
-        where = escape(row["folder"] or "embedded") if row["available"] else "[dim]not here yet[/dim]"
+        where = "embedded" if row["available"] else "[dim]not here yet[/dim]"
+        if row["folder"]:
+            where = f"folder {folders.index(Path(row['folder']).parent) + 1}"
         size = " x ".join(map(str, row["shape"]))
         table.add_row(row["name"], size, str(row["classes"]), f"{row['clients']}, {row['partition']}", where)
     console = Console()
     console.print(table)
+    for number, folder in enumerate(folders, 1):
+        console.print(f"folder {number}: {escape(str(folder))}", soft_wrap=True)
     if not all(row["available"] for row in rows):
         console.print("Get what is missing with [bold]upfl data fetch NAME[/bold]; training fetches it by itself too.")
     return None
