@@ -55,8 +55,6 @@ def build(out: Path) -> None:
     project |= {"docs_dir": "pages", "site_dir": "site"}
     project["plugins"]["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT / "src")]
     for section in project["nav"]:
-        for pages_of in section.values():
-            pages_of[:] = [one for one in pages_of if not _coming(one)]
         if "Methods" in section:
             rows = [{row.title: f"methods/{generate.stem(row.row)}.md"} for row in ROWS]
             section["Methods"] = ["methods/index.md", *rows]
@@ -96,8 +94,6 @@ def relinked(source: Path, place: str, placed: dict[Path, str]) -> str:
         made = os.path.normpath(Path(place).parent / parts.path)
         if made in MADE:
             return match[0]
-        if meant.stem in COMING:
-            return match[0]
         if not meant.exists():
             sys.exit(f"{source}: a link to {target}, which is not there")
         return f"{text[1:-1]}"  # a file of the repository, not of the site
@@ -115,16 +111,7 @@ def _inside(path: Path) -> Path:
     return path.relative_to(ROOT / "docs" if path.is_relative_to(ROOT / "docs") else ROOT)
 
 
-def _coming(entry: object) -> bool:
-    return isinstance(entry, dict) and any(str(page).removesuffix(".md") in COMING for page in entry.values())
-
-
-COMING = [name for name in ("own-data", "own-model") if not (ROOT / "docs" / f"{name}.md").exists()]
-
-
 def _write(path: Path, text: str) -> None:
-    for name in COMING:  # pages that are being written
-        text = re.sub(rf"\[([^\]]*)\]\((?:\.\./)*{name}\.md\)", r"\1", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
