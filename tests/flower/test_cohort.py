@@ -50,7 +50,7 @@ def test_what_personalizers_need_is_fitted_over_nodes_to_the_engines_bits(tmp_pa
 
 def test_a_node_that_fails_in_a_fit_is_left_out_of_all_of_it(tmp_path: Path) -> None:
     """The fit's sums must be over the same nodes in every round; so it equals one that this node was never part of."""
-    config = small("fedavg", "partition.clients=8", rounds=1, score=["calibrated"], clients_per_round=1.0)
+    config = small("fedavg", "evaluate_clients=8", rounds=1, score=["calibrated"], clients_per_round=1.0)
     gone = 1000 - 7 * 2
 
     def fails_late(node: int, asked: Message, reply: Message) -> Message | None:
@@ -61,7 +61,7 @@ def test_a_node_that_fails_in_a_fit_is_left_out_of_all_of_it(tmp_path: Path) -> 
         return None if node == gone and asked.metadata.message_type == "train.fit" else reply
 
     for name, tamper in (("late", fails_late), ("never", never_fits)):
-        federated(config, tmp_path / name, InProcessGrid(dict(list(nodes().items())[:4]), tamper), timeout=0.3)
+        federated(config, tmp_path / name, InProcessGrid(nodes(), tamper), timeout=0.3)
     late, never = (lines(tmp_path / name)[-1]["fits"]["calibration.none"] for name in ("late", "never"))
     assert late == never
     assert late["left_out"] == 1

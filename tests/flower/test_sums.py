@@ -18,6 +18,7 @@ from upfl.errors import StoppedError
 from upfl.flower.keys import make_keys
 from upfl.flower.messages import ARRAYS, FACTS, SECURE, from_record, to_record
 from upfl.flower.training_node import TrainingNode
+from upfl.methods import TRAININGS
 
 ALL = {"clients_per_round": 1.0}
 QUICK = ["fedavg", "scaffold", "hetero-fedtta", "closed-form"]
@@ -90,7 +91,7 @@ def assert_same_but_for_costs(secure: Path, plain: Path) -> None:
 @pytest.mark.bits
 @pytest.mark.parametrize("method", METHODS)
 def test_a_secure_run_has_the_bits_of_one_that_is_not(method: str, keys: Path, tmp_path: Path) -> None:
-    config = small(method, rounds=2)
+    config = small(method, **({} if TRAININGS[method].in_turn else {"rounds": 2}))
     grid = LinkGrid(secure_nodes(keys))
     federated(config, tmp_path / "secure", grid, secure=True)
     federated(config, tmp_path / "plain", InProcessGrid(nodes()))
@@ -206,7 +207,7 @@ def test_a_sum_that_cannot_be_had_stops_the_run_and_names_who_was_missing(keys: 
 
 def test_a_fit_that_loses_a_node_ends_where_one_without_it_does(keys: Path, tmp_path: Path) -> None:
     """Nothing is done again; but what is fitted is the least loss of those that remain."""
-    config = small("fedavg", "partition.clients=8", rounds=1, score=["calibrated"], **ALL)
+    config = small("fedavg", "evaluate_clients=8", rounds=1, score=["calibrated"], **ALL)
     grid, fits = LinkGrid(secure_nodes(keys)), []
 
     def kill(node: int, asked: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from upfl.engine.setup import assemble
 from upfl.errors import BundleError, ConfigError
 from upfl.state import State
 from upfl.testing.parts import parts_of
-from upfl.testing.parts import small as testing_config
+from upfl.testing.parts import small as config_of
 
 SMALL = ("iterations=2", "batch_size=8", "partition.clients=8")
 SCALE: dict[str, Any] = {"rounds": 2, "clients_per_round": 2, "evaluate_every": 2, "evaluate_clients": 2}
@@ -149,7 +149,7 @@ def test_workers_and_resume_give_the_same_bits(model: str, tmp_path: Path) -> No
 
 def test_what_a_step_draws_depends_on_seed_client_round_and_step_alone() -> None:
     """Not on how much the steps before it drew."""
-    parts = parts_of(testing_config("fedavg", "own-dropout"))
+    parts = parts_of(config_of("fedavg", "own-dropout"))
 
     def drawn(id: int, round: int, burnt: int) -> list[float]:
         seen = []

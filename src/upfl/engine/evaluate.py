@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +102,9 @@ def validation_counts(
     memory: Memory = lambda client: None,
     limit: int | None = None,
 ) -> Tensor:
-    """What a personalizer gets right of each training client's validation data: [clients, 3].
-
-    Of very many clients of which a few are scored, those up to the last that is.
-    """
+    """What a personalizer gets right of each training client's validation data: [clients, 3]."""
     sizes, chosen = federation.training.counts("validation"), validating(federation, limit)
-    counts = torch.zeros(max(chosen, default=-1) + 1, 3, dtype=torch.int64)
+    counts = no_counts(chosen)
     for i in group.share(chosen, sizes[chosen].tolist()):
         if sizes[i]:
             group.check()
@@ -115,6 +112,11 @@ def validation_counts(
             counts[i] = score_validation(federation, inputs, personalizer, published, seed, i, memory(i))
     group.sum_(counts)
     return counts
+
+
+def no_counts(clients: Sequence[int]) -> Tensor:
+    """[clients, 3]: of very many clients of which a few are scored, those up to the last that is."""
+    return torch.zeros(max(clients, default=-1) + 1, 3, dtype=torch.int64)
 
 
 def validating(federation: Federation, limit: int | None) -> list[int]:

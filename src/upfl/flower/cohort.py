@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from upfl.contract import CrossFitted, Fit
 from upfl.engine.cohort import NEW_CLIENTS, Cohort, Tell
-from upfl.engine.evaluate import Scores, newcomer_counts, validating
+from upfl.engine.evaluate import Scores, held_out, newcomer_counts, no_counts, validating
 from upfl.engine.fitting import clients_of, fit_rounds
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Progress
@@ -287,13 +287,14 @@ class NodeCohort(Cohort):
         """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
         tell("scoring")
         setup = self.setup
-        validation = {name: torch.zeros(setup.clients, 3, dtype=torch.int64) for name in setup.personalizers}
+        chosen = validating(setup.federation, setup.config.evaluate_clients)
+        validation = {name: no_counts(chosen) for name in setup.personalizers}
         if not self.privacy:
             validate = self._secure_validation if self.sums else self._validate
             for client, counts in validate(given):
                 for name, count in counts.items():
                     validation[name][client] = torch.tensor(count)
-        scores, held_out = {}, torch.from_numpy(setup.federation.training.held_out)
+        scores = {}
         for name, personalizer in setup.personalizers.items():
             new, steps = newcomer_counts(
                 setup.federation,
@@ -304,7 +305,7 @@ class NodeCohort(Cohort):
                 self.group,
                 setup.config.evaluate_clients,
             )
-            scores[name] = Scores(validation[name], new, steps, held_out)
+            scores[name] = Scores(validation[name], new, steps, held_out(setup.federation, validation[name]))
         return scores
 
     def _validate(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
