@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = {
     "closed-form": ("filters=6", "iterations=1", "patches=4"),
     "fedavg": ("iterations=2",),
-    "fedtta-prox": ("iterations=2",),
+    "fedtta-prox": ("iterations=20",),
 }
 SCORED = {
     "closed-form": ["none", "label-shift", "auto"],
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 def config_of(method: str) -> Config:
     rounds: dict[str, Any] = {} if method == "closed-form" else {"rounds": 2}
-    settings = ("partition.clients=12", *SETTINGS[method])
+    settings = ("partition.clients=16", *SETTINGS[method])
     return configure(method, "digits", settings=settings, score=SCORED[method], **rounds)
 
 

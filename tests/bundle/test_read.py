@@ -159,7 +159,7 @@ WEIGHT = "state.psi.fc1.weight"
         (lambda state: state.update({"fitted.calibration.none.bias": torch.zeros(3).double()}), r"shape \[3\]"),
         (lambda state: state["fitted.calibration.none.scale"].zero_(), r"none\.scale has values that are not from"),
         (lambda state: state["fitted.calibration.none.prior"].neg_(), r"none\.prior has values that are not from"),
-        (lambda state: state["fitted.gate.label-shift.menu"].fill_(10), r"menu has values that are not from 0 to 9"),
+        (lambda state: state["fitted.gate.label-shift.menu"].fill_(11), r"menu has values that are not from 0 to 10"),
         (lambda state: state["fitted.reliability.label-shift.scatter"].sub_(2), r"scatter has values that are not"),
     ],
 )
@@ -243,9 +243,10 @@ def test_what_is_no_bundle_is_told_so(run_of: Callable[[str], api.Run], tmp_path
 
 def test_a_client_that_there_is_not_is_named(run_of: Callable[[str], api.Run]) -> None:
     run = api.Run(str(run_of("fedavg").path))  # a path as text serves, too
-    for client in (-1, 5):
+    there = len(run.federation.new)
+    for client in (-1, there):
         for ask in (run.newcomer, run.labels):
-            with pytest.raises(IndexError, match=f"client {client}: there are 5, counted from 0"):
+            with pytest.raises(IndexError, match=f"client {client}: there are {there}, counted from 0"):
                 ask(client)
 
 

@@ -25,7 +25,7 @@ def test_a_personalizers_client_has_no_place_for_labels() -> None:
 
 ALLOWED = {
     *("abc", "collections", "dataclasses", "enum", "fnmatch", "functools", "itertools", "math", "operator", "typing"),
-    *("__future__", "pydantic", "torch"),
+    *("__future__", "pydantic", "scipy", "torch"),
 }
 ALLOWED_OWN = (
     *("upfl.errors", "upfl.last_layer", "upfl.models", "upfl.randomness", "upfl.state", "upfl.suggest"),

@@ -112,11 +112,11 @@ def test_who_has_no_labels_is_new_and_is_told_of_without_a_score(
         build_federation(source, Partition(kind="natural", clients=12, new=0.1), 0)
     with pytest.raises(DataError, match="take kind = 'natural'"):
         build_federation(source, Partition(kind="iid", clients=12), 0)
-    little = ["iterations=5", "batch_size=5"]
+    little = ["iterations=5", "batch_size=5", "partition.new=0.25"]
     config = upfl.configure("label-shift", source, rounds=2, evaluate_every=2, settings=little)
     run = upfl.train(config, tmp_path / "run", source=source, workers=1)
     row = run.result["rows"][0]
-    assert sum(client["kind"] == "new" for client in row["clients"]) == 4
+    assert sum(client["kind"] == "new" for client in row["clients"]) == 1
     assert {client["name"] for client in row["unscored"]} == {"c4", "c9"}
     for client in row["unscored"]:
         assert sum(client["mix"].values()) == pytest.approx(1, abs=0.01)

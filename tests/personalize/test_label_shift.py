@@ -283,7 +283,7 @@ def test_where_labels_come_out_right_without_it_nothing_is_changed() -> None:
     found, plain = personalize("label-shift", x, fitted), personalize("none", x, {})
     assert torch.equal(found.logits, plain.logits)
     assert torch.equal(found.predict_logits(x), plain.predict_logits(x))
-    assert "unchanged" in found.diary.decision
+    assert "left as it is" in found.diary.decision
 
 
 def test_the_mix_that_is_shown_is_the_clients_own_whatever_the_gate_decided() -> None:

@@ -93,7 +93,8 @@ def add_command(
     if dry_run:
         echo("Nothing was kept (--dry-run).")
     else:
-        echo(f"Next: upfl data show {name}; upfl train fedavg {name}")
+        method = "closed-form-label-shift" if draft.form.kind == "pixels" else "refit-label-shift"
+        echo(f"Next: upfl data show {name}; upfl train {method} {name}")
     return None
 
 

@@ -10,7 +10,8 @@ import torch
 
 from upfl import data, models
 from upfl.config import Config
-from upfl.contract import Personalizer, Task, Training
+from upfl.contract import Personalizer, Task, Training, needs_of
+from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.data.federation import Federation
 from upfl.data.forms import Pixels, Tokens
 from upfl.data.inputs import Inputs
@@ -40,10 +41,17 @@ class Setup:
     @property
     def notes(self) -> tuple[str, ...]:
         """What whoever reads the result should know."""
-        asked = self.config.clients_per_round
+        asked, notes = self.config.clients_per_round, self.federation.notes
         if isinstance(asked, int) and asked > self.clients:
-            return (f"clients_per_round = {asked}: there are {self.clients}, and all take part", *self.federation.notes)
-        return self.federation.notes
+            notes = (f"clients_per_round = {asked}: there are {self.clients}, and all take part", *notes)
+        training, least = self.federation.training, LEAST_CLIENTS[0]
+        able = int(((training.counts("validation") > 0) & ~training.held_out).sum())
+        if able < least and needs_of([*self.personalizers.values()]):
+            few = (
+                f"{able} training clients validate, and what fewer than {least} teach about class mixes and accuracies"
+            )
+            notes = (*notes, f"{few} is not relied on: newcomers are not corrected; take more training clients")
+        return notes
 
     def client(self, id: int, round: int) -> LocalClient:
         return LocalClient(self.federation, self.inputs, self.config.seed, id, round)

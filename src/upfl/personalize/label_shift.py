@@ -73,7 +73,7 @@ class LabelShift(Correction[LabelShiftHyper]):
             menu = sum(s < self.hyper.gate for s in MENUS)
         own_mix = posterior.averaged(menus[0])[0].mean(0)
         if menu == AS_IS:
-            why = "unchanged, because more of the training clients' labels come out right so"
+            why = "left as it is, because on training clients the uncorrected model is right more often"
             return Corrected(posterior.r[-1], None, why, own_mix, as_is=True)
         r, mix, weights = posterior.averaged(menus[menu])
         return Corrected(r, mix, self._explained(menu, weights), own_mix)
