@@ -43,10 +43,13 @@ def open_folder(path: Path) -> Table:
 
     def batches() -> Iterator[Any]:
         for file in files:
-            with reading(str(file)), pa.memory_map(str(file)) as memory, pa.ipc.open_stream(memory) as stream:
-                yield from stream
+            # Not mapped into memory: in a damaged file lengths may lead past its end, which would end the process.
+            with reading(str(file)), pa.OSFile(str(file)) as content, pa.ipc.open_stream(content) as stream:
+                for batch in stream:
+                    batch.validate(full=True)
+                    yield batch
 
-    with reading(str(files[0])), pa.memory_map(str(files[0])) as memory, pa.ipc.open_stream(memory) as stream:
+    with reading(str(files[0])), pa.OSFile(str(files[0])) as content, pa.ipc.open_stream(content) as stream:
         schema = stream.schema
 
     def parts(names: Sequence[str]) -> Iterator[Any]:
