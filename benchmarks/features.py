@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 
 from upfl.engine.allocator import keep_freed_memory
-from upfl.models.patches import Patches, rounded_filters
+from upfl.models.filters import rounded_filters
+from upfl.models.patches import Patches
 from upfl.randomness import generator
 
 IMAGES = 64

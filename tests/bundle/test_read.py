@@ -128,7 +128,7 @@ def test_a_manifest_with_any_value_replaced_is_refused_or_used_never_a_crash(fed
         (put("model", 1, "outputs", value=10**12), "model: has .* parameters, more than"),
         (put("model", 1, "outputs", value=13), "does not take images|tensor"),
         (put("model", 1, "name", value="fc2"), "two have the same name"),
-        (put("model", 1, "name", value=None), "belong to layers with parameters"),
+        (put("model", 1, "name", value=None), "a layer of kind .linear. needs name"),
         (put("model", 0, "kind", value="pickle"), r"model\.0\.kind"),
         (put("surplus", value=1), "surplus"),
     ],

@@ -29,11 +29,12 @@ from upfl.engine.rounds import Engine
 from upfl.engine.setup import assemble
 from upfl.errors import ConfigError
 from upfl.methods import make_personalizer, personalizer_class
-from upfl.models.patches import EXACT, FEATURE, PIXEL, Patches, rounded_filters
+from upfl.models.filters import EXACT, FEATURE, rounded_filters
+from upfl.models.patches import PIXEL, Patches, hashes
 from upfl.onnx_export import export as onnx_export
 from upfl.randomness import generator
 from upfl.state import State
-from upfl.training.closed_form import BLOCK, add_products_, full, hashes, triangle_size
+from upfl.training.closed_form import BLOCK, add_products_, full, triangle_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

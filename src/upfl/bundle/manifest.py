@@ -62,8 +62,19 @@ class TaskSection(_Strict):
         return self
 
 
+_WEIGHTS = {"name", "inputs", "outputs"}
+LAYER_FIELDS = {  # that a layer of a kind must have
+    "linear": _WEIGHTS,
+    "convolution": _WEIGHTS,
+    "relu": set[str](),
+    "flatten": set[str](),
+    "patches": _WEIGHTS | {"patch", "grid", "threshold", "contrast"},
+    "projections": _WEIGHTS | {"threshold"},
+}
+
+
 class LayerSection(_Strict):
-    kind: Literal["linear", "convolution", "relu", "flatten", "patches"]
+    kind: Literal["linear", "convolution", "relu", "flatten", "patches", "projections"]
     name: str | None = Field(None, pattern=r"^\w+$", max_length=100)
     inputs: Size | None = None
     outputs: Size | None = None
@@ -75,15 +86,12 @@ class LayerSection(_Strict):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        given = {self.name is not None, self.inputs is not None, self.outputs is not None}
-        if given != {self.kind in ("linear", "convolution", "patches")}:
-            raise ValueError("name, inputs and outputs belong to layers with parameters, all three of them")
-        if {value is not None for value in (self.patch, self.grid, self.threshold, self.contrast)} != {
-            self.kind == "patches"
-        }:
-            raise ValueError("patch, grid, threshold and contrast belong to patches, all four of them")
-        if self.mirror is not None and self.kind != "patches":
-            raise ValueError("mirror belongs to patches")
+        needed = LAYER_FIELDS[self.kind]
+        given = {name for name, value in self if value is not None} - {"kind"}
+        if not needed <= given:
+            raise ValueError(f"a layer of kind '{self.kind}' needs {', '.join(sorted(needed - given))}")
+        if more := given - needed - ({"mirror"} if self.kind == "patches" else set()):
+            raise ValueError(f"a layer of kind '{self.kind}' has no {', '.join(sorted(more))}")
         return self
 
 

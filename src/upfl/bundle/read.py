@@ -45,6 +45,7 @@ from upfl.contract import (
 from upfl.errors import BundleError, ConfigError, UpflError
 from upfl.methods import make_personalizer, make_training, personalizer_class, training_class
 from upfl.models.patches import Patches
+from upfl.models.projections import Projections
 from upfl.personalize import likeness
 from upfl.personalize.likeness import LikenessCheck
 from upfl.randomness import generator
@@ -257,6 +258,9 @@ def _check_work(model: models.Layered, image: Sequence[int], path: Path) -> None
             case Patches():
                 values += math.prod(shape[1:]) * layer.size
                 products += math.prod(shape[1:]) * layer.size * layer.outputs * (1 + layer.mirror)
+                shape = (layer.features,)
+            case Projections():
+                products += layer.inputs * layer.outputs
                 shape = (layer.features,)
             case models.Linear():
                 shape = (*shape[:-1], layer.outputs)

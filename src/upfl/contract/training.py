@@ -86,8 +86,8 @@ class Training(Stage[H]):
         return None
 
     @classmethod
-    def own_model(cls, shape: tuple[int, int, int], classes: int, hyper: Any) -> Model | None:
-        """The model for images of a shape, where the training does not take the configured one."""
+    def own_model(cls, shape: tuple[int, ...], classes: int, hyper: Any) -> Model | None:
+        """The model for images or vectors of a shape, where the training does not take the configured one."""
         return None
 
     @classmethod

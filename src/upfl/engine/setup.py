@@ -13,7 +13,7 @@ from upfl.config import Config
 from upfl.contract import Personalizer, Task, Training, needs_of
 from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.data.federation import Federation
-from upfl.data.forms import Pixels, Tokens
+from upfl.data.forms import Tokens
 from upfl.data.inputs import Inputs
 from upfl.data.large import federation_of
 from upfl.engine.clients import LocalClient
@@ -71,7 +71,7 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
     shape, classes = source.form.shape, len(source.class_names)
     kind, hyper = training_class(config.training_name), config.training_hyper()
     require_form(config, kind, source)
-    own = kind.own_model(source.form.image, classes, hyper) if isinstance(source.form, Pixels) else None
+    own = None if isinstance(source.form, Tokens) else kind.own_model(shape, classes, hyper)
     task = Task(
         model=own or config.model.build(shape, classes),
         classes=classes,
@@ -102,10 +102,6 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
 def require_form(config: Config, kind: type[Training[Any]], source: data.Source) -> None:
     """Refuse a training or a model that does not take samples of the data's form."""
     form = source.form
-    if kind.own_model.__func__ is not Training.own_model.__func__ and not isinstance(form, Pixels):  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"{kind.name} makes its features of images; {source.name} has {form.noun}: take another training"
-        )
     if not kind.takes_tokens and isinstance(form, Tokens):
         raise ConfigError(f"{kind.name} takes numbers; {source.name} has {form.noun}: take another training")
     for one in (config.model.name, *(size.name or config.model.name for size in config.model.sizes.values())):

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from upfl.models.base import Kind
 from upfl.models.factored import Shapes
+from upfl.models.filters import Filters
 from upfl.models.layers import Conv, Flatten, Layer, Linear, Relu
 from upfl.models.patches import Patches
+from upfl.models.projections import Projections
 from upfl.models.trace import LayeredTrace
 from upfl.state import State
 
@@ -48,7 +50,7 @@ class Layered:
         for layer in self.layers:
             if isinstance(layer, Linear | Conv):
                 found[layer.name] = "linear" if isinstance(layer, Linear) else "convolution"
-            elif isinstance(layer, Patches):
+            elif isinstance(layer, Filters):
                 found[layer.name] = "other"
         return found
 
@@ -148,4 +150,5 @@ _KINDS: dict[str, type[Any]] = {
     "relu": Relu,
     "flatten": Flatten,
     "patches": Patches,
+    "projections": Projections,
 }

@@ -9,38 +9,32 @@ For every patch p of C x P x P values of an image x, K filters w_k, b_k, a thres
 With `mirror`, h is the mean of this and of what the mirrored filters give in the mirrored cell: the features of an
 image and of its mirror image, which a classifier then cannot tell apart.
 
-Every number here is an integer times a power of two, and every sum stays below 2^24, which is as far as float32 counts
-without gaps. So sums are exact: their bits depend neither on how samples are put into batches, nor on the order of the
-terms, nor on the processor. What is rounded, and where it is cut off:
+What is rounded, and where it is cut off (`models/filters.py` says why):
 
     x     to 2^-6, at the size at which D squares (D = C P P) still add up
     p~    to 2^-5; it is at most sqrt(D) long
     w, b  to 2^-7, by whoever makes them (`rounded_filters`)
     z     is then a multiple of 2^-12, and is cut off where the sum over a cell could leave the range
     h     to 2^-9, at 8
-
-As a function of w and b this is constant almost everywhere, so its derivative is zero: filters are fitted, not trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from upfl.models.factored import Direction, Gradient, Outer, Shapes
-from upfl.state import State
+from upfl.models.filters import EXACT, FEATURE, FILTER, LARGEST_FEATURE, WINDOW, Filters
+from upfl.randomness import generator
 
-EXACT = 2**24  # float32 has every integer up to here
-PIXEL, PATCH, FILTER, FEATURE = 2**6, 2**5, 2**7, 2**9  # steps to one
-LARGEST_FEATURE = 2**12 - 1  # in steps: whose square is still exact
+PIXEL = 2**6  # steps to one
 CACHE = 2**18  # values of z at once, so that they stay in the cache
 
 
 @dataclass(frozen=True)
-class Patches:
+class Patches(Filters):
     """The layer. `inputs` are the image's channels, `outputs` the filters."""
 
     name: str
@@ -54,22 +48,15 @@ class Patches:
 
     @property
     def size(self) -> int:
-        """D: the values of a patch."""
         return self.inputs * self.patch**2
 
     @property
     def features(self) -> int:
         return 2 * self.outputs * self.grid**2
 
-    def shapes(self) -> Shapes:
-        return {f"{self.name}.weight": (self.outputs, self.size), f"{self.name}.bias": (self.outputs,)}
-
-    def forward(self, params: State, x: Tensor) -> ConstantPass:
-        return ConstantPass(self, params, x)
-
     def apply(self, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         """[n, C, H, W] to [n, features]"""
-        weight, bias = self.both(weight) * FILTER, self.twice(bias) * (FILTER * PATCH)
+        weight, bias = self.both(weight) * FILTER, self.twice(bias) * (FILTER * WINDOW)
         side = -(-(x.shape[2] - self.patch + 1) // self.grid) * -(-(x.shape[3] - self.patch + 1) // self.grid)
         chunk = max(1, CACHE // (side * len(weight)))
         if torch.compiler.is_exporting() or len(x) <= chunk:
@@ -88,13 +75,13 @@ class Patches:
             centre, scale = (value[:, rows, columns].reshape(-1, 1) for value in (mean, factor))
             patches = (part.reshape(-1, self.size) - centre).mul_(scale).round_()
             z = torch.addmm(bias, patches, weight).view(-1, positions, len(bias))
-            least, most = float(round(self.threshold * FILTER * PATCH)), float(EXACT // positions)
+            least, most = float(round(self.threshold * FILTER * WINDOW)), float(EXACT // positions)
             above, below = z.clamp(least, most).sum(1), z.clamp_(-most, -least).sum(1).neg()
             pooled.append((torch.stack([above, below], 1) - positions * least) / positions)
         cells = torch.stack(pooled, 1).view(-1, self.grid, self.grid, 2, len(bias))
         if self.mirror:
             cells = (cells[..., : self.outputs] + cells[..., self.outputs :].flip(2)) / 2
-        h = cells.flatten(1) * (FEATURE / (FILTER * PATCH))
+        h = cells.flatten(1) * (FEATURE / (FILTER * WINDOW))
         return h.round().clamp(max=LARGEST_FEATURE) / FEATURE
 
     def both(self, filters: Tensor) -> Tensor:
@@ -103,6 +90,29 @@ class Patches:
 
     def twice(self, bias: Tensor) -> Tensor:
         return bias.repeat(2) if self.mirror else bias
+
+    def windows(self, x: Tensor, seed: int, count: int) -> Tensor:
+        """Normalized patches, in steps, at places that are drawn by a hash of the image and the seed."""
+        pixels = self.pixels(x)
+        number = hashes(pixels.sum(1).flatten(1), seed, count)
+        return self.patches_at(pixels, number % self.places(pixels)).flatten(0, 1)
+
+    def answers(self, weight: Tensor, bias: Tensor, windows: Tensor) -> Tensor:
+        return super().answers(self.both(weight), self.twice(bias), windows)
+
+    def nearest(self, answers: Tensor, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chosen, answer, windows = super().nearest(answers, windows)
+        turned = chosen >= self.outputs  # what is near to a mirrored filter is, mirrored, near to the filter
+        windows[turned] = self.mirrored(windows[turned])
+        return chosen % self.outputs, answer, windows
+
+    def moments(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """With `mirror`, of all patches and all mirrored ones."""
+        if not self.mirror:
+            return mean, covariance
+        spread = (mean - self.mirrored(mean)) / 2
+        turned = self.mirrored(self.mirrored(covariance).T.contiguous())
+        return mean - spread, (covariance + turned) / 2 + torch.outer(spread, spread)
 
     def mirrored(self, patches: Tensor) -> Tensor:
         """Patches, or filters of such, [..., D], with left and right exchanged."""
@@ -141,7 +151,7 @@ class Patches:
         """A patch's mean, and what its deviations are multiplied with, from exact sums of its values."""
         one, two = total.double(), squares.double()
         variance = (self.size * two - one.square()) / self.size**2
-        return total / self.size, (PATCH / (variance + self.contrast * PIXEL**2).sqrt()).float()
+        return total / self.size, (WINDOW / (variance + self.contrast * PIXEL**2).sqrt()).float()
 
     def _cells(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
         cuts = [[round(side * i / self.grid) for i in range(self.grid + 1)] for side in (rows, columns)]
@@ -150,29 +160,11 @@ class Patches:
                 yield slice(top, bottom), slice(left, right)
 
 
-def rounded_filters(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Filters in the steps that keep `Patches` exact."""
-    return (weight * FILTER).round().float() / FILTER, (bias * (FILTER * PATCH)).round().float() / (FILTER * PATCH)
-
-
-class ConstantPass:
-    """A forward pass that is constant almost everywhere, with its derivative products: zeros."""
-
-    def __init__(self, layer: Patches, params: State, x: Tensor) -> None:
-        self.layer, self.params, self.x = layer, params, x
-        self.y = layer.apply(params[f"{layer.name}.weight"], params[f"{layer.name}.bias"], x)
-
-    def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
-        if to is not None:
-            for name in self.layer.shapes():
-                to.value(name, torch.zeros_like(self.params[name]))
-        return torch.zeros_like(self.x) if inputs else None
-
-    def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> ConstantPass:
-        return ConstantPass(self.layer, params, x)
-
-    def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
-        return torch.zeros_like(self.y)
-
-    def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
-        return self.backward(dgy, to, inputs)
+def hashes(rows: Tensor, seed: int, count: int) -> Tensor:
+    """`count` numbers for each row of integers, from 0 to 2^31 - 1: a function of the row and the seed."""
+    source = generator(seed, "closed-form", "places")
+    factors = torch.randint(-(2**63), 2**63 - 1, (rows.shape[1],), generator=source).to(rows.device)
+    number = (rows.long() * factors).sum(1, keepdim=True) + torch.arange(count, device=rows.device) * 0x1E3779B97F4A7C15
+    for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):  # integers wrap; a multiplication mixes upwards only
+        number = (number ^ (number >> 31)) * factor
+    return (number >> 32) & 0x7FFFFFFF

@@ -3,7 +3,7 @@
 Local steps drift towards a client's own classes; sums do not. What is made of sums over all clients does not depend on
 who holds which samples: a federation whose clients hold two classes each ends exactly where one machine with all the
 data would. A pass counts every client once, on its train split. With p~ the normalized patches of an image
-(`models/patches.py`):
+(`models/patches.py`), or a standardized vector as a whole (`models/projections.py`):
 
     whitening (one pass)    m = mean p~,   U diag(e) U^T = cov p~,   W = U diag(e + whitening)^-1/2 U^T
     filters (`iterations`)  z = <d_k, W (p~ - m)>;  k = argmax |z|;   d_k <- sum of z W (p~ - m), of length one
@@ -20,7 +20,7 @@ standardized features: Fisher's discriminant (`personalize/refit.py`), or ridge 
     discriminant   S' = (1 - g) S + g tr(S) / D I,   logits_c = mu_c^T S'^-1 h - mu_c^T S'^-1 mu_c / 2 + log n_c / n
     ridge          logits = (H^T H + g n I)^-1 H^T Y   on centred H and Y;   g = shrinkage
 
-All that goes up are integers (`models/patches.py` says why that loses nothing), so the same samples give the same bits
+All that goes up are integers (`models/filters.py` says why that loses nothing), so the same samples give the same bits
 however they are dealt out, to however many clients and workers. The server keeps the last pass's sums: a client's part
 can be added later, or taken away (`upfl join`, `upfl forget`).
 
@@ -43,9 +43,10 @@ from upfl.contract import Batch, Client, Hyper, Phase, Published, Task, Total, T
 from upfl.errors import BadClientError, ConfigError
 from upfl.last_layer import discriminant, ridge
 from upfl.models import Layered, Linear, Model
-from upfl.models.patches import EXACT, FEATURE, FILTER, LARGEST_FEATURE, PATCH, Patches, rounded_filters
+from upfl.models.filters import EXACT, FEATURE, FILTER, LARGEST_FEATURE, WINDOW, Filters, rounded_filters
+from upfl.models.patches import Patches
+from upfl.models.projections import Projections, too_long
 from upfl.models.remembered import Remembered
-from upfl.randomness import generator as named_generator
 from upfl.state import State, prefixed, select
 
 BLOCK = 256  # rows of the second moments that are formed at once
@@ -53,7 +54,7 @@ WHITENING, FILTERS, LAYER, DONE = "whitening", "filters", "layer", "done"
 
 
 class ClosedFormHyper(Hyper):
-    filters: int = Field(128, ge=1, description="2 grid^2 features each; time and memory grow with the square")
+    filters: int = Field(128, ge=1, description="2 grid^2 features each (vectors: 2); work grows with the square")
     mirror: bool = Field(False, description="whether a class's mirror images are of that class: features of both")
     patch: int | None = Field(None, ge=2, description="side of a patch in pixels; by the image's size where silent")
     grid: int = Field(3, ge=1, description="features are means over so many by so many cells of the image")
@@ -77,7 +78,7 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     def __init__(self, task: Task, hyper: ClosedFormHyper) -> None:
         super().__init__(task, hyper)
-        layer = _patches(task.model)
+        layer = _filters(task.model)
         assert layer is not None, self.why_not(task)
         self.layer = layer
         self.last = Layered((Linear("last", layer.features, task.classes),))
@@ -85,22 +86,13 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     @classmethod
     def why_not(cls, task: Task) -> str | None:
-        if _patches(task.model) is None:
+        if _filters(task.model) is None:
             return cls.refuses_models
         return super().why_not(task)
 
     @classmethod
-    def own_model(cls, shape: tuple[int, int, int], classes: int, hyper: Any) -> Model | None:
-        channels, height, width = shape
-        patch = hyper.patch or max(3, round(min(height, width) * 3 / 16))
-        if min(height, width) - patch + 1 < hyper.grid:
-            raise ConfigError(
-                f"images of {height} x {width} pixels have too few patches of {patch} x {patch} for a grid of "
-                f"{hyper.grid} x {hyper.grid}: set a smaller patch or grid"
-            )
-        layer = Patches(
-            "patches", channels, hyper.filters, patch, hyper.grid, hyper.threshold, hyper.contrast, hyper.mirror
-        )
+    def own_model(cls, shape: tuple[int, ...], classes: int, hyper: Any) -> Model | None:
+        layer = _of_vectors(shape[0], hyper) if len(shape) == 1 else _of_images(shape, hyper)
         return Layered((layer, Linear("last", layer.features, classes)))
 
     # The passes
@@ -147,7 +139,7 @@ class ClosedForm(Training[ClosedFormHyper]):
         """The filters, once there are some; sums stay at the server, as do those of the clients asked before."""
         if self.form(round) == WHITENING:
             return {}
-        return {name: value for name, value in server.items() if name.startswith("psi.patches.")}
+        return {name: value for name, value in server.items() if name.startswith(f"psi.{self.layer.name}.")}
 
     def begin(self, server: State, memory: State, client: Client) -> State:
         return (
@@ -157,31 +149,25 @@ class ClosedForm(Training[ClosedFormHyper]):
         )
 
     def whitening_step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
-        patches = self._drawn(carry, batch).double()
-        carry["sum.count"] += len(patches)
-        carry["sum.sums"] += patches.sum(0).long().cpu()
-        carry["sum.products"] += (patches.t() @ patches).long().cpu()
-        return carry, patches.square().mean().sqrt() / PATCH
+        windows = self._drawn(carry, batch).double()
+        carry["sum.count"] += len(windows)
+        carry["sum.sums"] += windows.sum(0).long().cpu()
+        carry["sum.products"] += (windows.t() @ windows).long().cpu()
+        return carry, windows.square().mean().sqrt() / WINDOW
 
     def filters_step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
-        patches = self._drawn(carry, batch)
-        weight, bias = self.layer.both(carry["patches.weight"]), self.layer.twice(carry["patches.bias"])
-        z = torch.addmm(bias * (FILTER * PATCH), patches, weight.t() * FILTER)
-        chosen = z.abs().argmax(1)
-        answer = z.gather(1, chosen.unsqueeze(1)).double()
-        if self.layer.mirror:  # what is near to a mirrored filter is, mirrored, near to the filter
-            turned = chosen >= self.layer.outputs
-            patches[turned] = self.layer.mirrored(patches[turned])
-            chosen %= self.layer.outputs
-        pull = torch.zeros(carry["sum.pull"].shape, dtype=torch.float64, device=z.device)
-        carry["sum.pull"] += pull.index_add_(0, chosen, answer * patches.double()).long().cpu()
-        mass = torch.zeros(len(pull), dtype=torch.float64, device=z.device)
+        windows = self._drawn(carry, batch)
+        chosen, largest, windows = self.layer.nearest(self.layer.answers(*self._weights(carry), windows), windows)
+        answer = largest.double()
+        pull = torch.zeros(carry["sum.pull"].shape, dtype=torch.float64, device=answer.device)
+        carry["sum.pull"] += pull.index_add_(0, chosen, answer * windows.double()).long().cpu()
+        mass = torch.zeros(len(pull), dtype=torch.float64, device=answer.device)
         carry["sum.mass"] += mass.index_add_(0, chosen, answer[:, 0]).long().cpu()
-        return carry, -(answer / (FILTER * PATCH)).square().mean()  # k-means makes these large
+        return carry, -(answer / (FILTER * WINDOW)).square().mean()  # k-means makes these large
 
     def layer_step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         x, y = _counting(batch)
-        h = self.layer.apply(carry["patches.weight"], carry["patches.bias"], x) * FEATURE
+        h = self.layer.apply(*self._weights(carry), x) * FEATURE
         carry["sum.counts"] += torch.bincount(y, minlength=self.task.classes).cpu()
         carry["sum.sums"] += (F.one_hot(y, self.task.classes).t().to(h) @ h).long().cpu()
         add_products_(carry["sum.products"], h)
@@ -194,10 +180,11 @@ class ClosedForm(Training[ClosedFormHyper]):
         return select(carry, "sum"), {}
 
     def _drawn(self, carry: State, batch: Batch) -> Tensor:
-        """Patches of the samples that count, in steps, at places drawn by a hash of the image and the seed."""
-        pixels = self.layer.pixels(_counting(batch)[0])
-        number = hashes(pixels.sum(1).flatten(1), int(carry["seed"]), self.hyper.patches)
-        return self.layer.patches_at(pixels, number % self.layer.places(pixels)).flatten(0, 1)
+        """Windows of the samples that count."""
+        return self.layer.windows(_counting(batch)[0], int(carry["seed"]), self.hyper.patches)
+
+    def _weights(self, params: State) -> tuple[Tensor, Tensor]:
+        return params[f"{self.layer.name}.weight"], params[f"{self.layer.name}.bias"]
 
     def checked(self, up: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Sums of features and of their products lie between bounds that the number of samples gives."""
@@ -228,20 +215,15 @@ class ClosedForm(Training[ClosedFormHyper]):
     def _whitening(self, server: State, sums: State) -> State:
         count = sums["count"].double().clamp(min=1)
         mean = sums["sums"] / count
-        covariance = sums["products"] / count - torch.outer(mean, mean)
-        if self.layer.mirror:  # of all patches and all mirrored ones
-            spread = (mean - self.layer.mirrored(mean)) / 2
-            mean = mean - spread
-            turned = self.layer.mirrored(self.layer.mirrored(covariance).T.contiguous())
-            covariance = (covariance + turned) / 2 + torch.outer(spread, spread)
-        values, vectors = torch.linalg.eigh(covariance / PATCH**2)
+        mean, covariance = self.layer.moments(mean, sums["products"] / count - torch.outer(mean, mean))
+        values, vectors = torch.linalg.eigh(covariance / WINDOW**2)
         scale = (values.clamp(min=0) + self.hyper.whitening).rsqrt()
-        new = {"mean": mean / PATCH, "whitening": vectors * scale @ vectors.T}
+        new = {"mean": mean / WINDOW, "whitening": vectors * scale @ vectors.T}
         return new | self._filters_of(new, server["filters"].cpu().double())
 
     def _filters(self, server: State, sums: State) -> State:
         mean, whitening, filters = (server[name].cpu().double() for name in ("mean", "whitening", "filters"))
-        pull = (sums["pull"].double() / PATCH - sums["mass"].unsqueeze(1) * mean) @ whitening
+        pull = (sums["pull"].double() / WINDOW - sums["mass"].unsqueeze(1) * mean) @ whitening
         length = torch.linalg.vector_norm(pull, dim=1, keepdim=True)
         filters = torch.where(length > 0, pull / length.clamp(min=1e-300), filters)  # nobody's filter stays
         return {"filters": filters} | self._filters_of({"mean": mean, "whitening": whitening}, filters)
@@ -249,7 +231,7 @@ class ClosedForm(Training[ClosedFormHyper]):
     def _filters_of(self, known: State, filters: Tensor) -> State:
         weight = filters @ known["whitening"]
         weight, bias = rounded_filters(weight, -weight @ known["mean"])
-        return {"psi.patches.weight": weight, "psi.patches.bias": bias}
+        return {f"psi.{self.layer.name}.weight": weight, f"psi.{self.layer.name}.bias": bias}
 
     def _layer(self, server: State, sums: State) -> State:
         fit = discriminant if self.hyper.layer == "discriminant" else ridge
@@ -284,7 +266,7 @@ class ClosedForm(Training[ClosedFormHyper]):
         return select(published.state, "psi")
 
     def features(self, params: State, x: Tensor) -> Tensor:
-        weight, bias = params["patches.weight"], params["patches.bias"]
+        weight, bias = self._weights(params)
         if torch.compiler.is_exporting() or not x.isfinite().all():  # what is no number must show
             return self.layer.apply(weight, bias, x)
 
@@ -310,12 +292,33 @@ class ClosedForm(Training[ClosedFormHyper]):
         )
 
 
-def _patches(model: Model) -> Patches | None:
+def _filters(model: Model) -> Filters | None:
     """The first layer of a model of the training's own."""
     layers = model.layers if isinstance(model, Layered) else ()
-    if len(layers) == 2 and isinstance(layers[0], Patches) and isinstance(layers[1], Linear):
+    if len(layers) == 2 and isinstance(layers[0], Filters) and isinstance(layers[1], Linear):
         return layers[0]
     return None
+
+
+def _of_images(shape: tuple[int, ...], hyper: Any) -> Filters:
+    channels, height, width = shape
+    patch = hyper.patch or max(3, round(min(height, width) * 3 / 16))
+    if min(height, width) - patch + 1 < hyper.grid:
+        raise ConfigError(
+            f"images of {height} x {width} pixels have too few patches of {patch} x {patch} for a grid of "
+            f"{hyper.grid} x {hyper.grid}: set a smaller patch or grid"
+        )
+    return Patches("patches", channels, hyper.filters, patch, hyper.grid, hyper.threshold, hyper.contrast, hyper.mirror)
+
+
+def _of_vectors(size: int, hyper: Any) -> Filters:
+    if hyper.mirror or hyper.patch is not None:
+        raise ConfigError("mirror and patch are for images, and samples here are vectors: leave them out")
+    if too_long(size, hyper.whitening):
+        raise ConfigError(
+            f"vectors of {size} values are too long for exact sums with whitening = {hyper.whitening}: set a larger one"
+        )
+    return Projections("projections", size, hyper.filters, hyper.threshold)
 
 
 def _counting(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -324,16 +327,6 @@ def _counting(batch: Batch) -> tuple[Tensor, Tensor]:
         return batch.x, batch.y
     counts = batch.mask > 0
     return batch.x[counts], batch.y[counts]
-
-
-def hashes(rows: Tensor, seed: int, count: int) -> Tensor:
-    """`count` numbers for each row of integers, from 0 to 2^31 - 1: a function of the row and the seed."""
-    source = named_generator(seed, "closed-form", "places")
-    factors = torch.randint(-(2**63), 2**63 - 1, (rows.shape[1],), generator=source).to(rows.device)
-    number = (rows.long() * factors).sum(1, keepdim=True) + torch.arange(count, device=rows.device) * 0x1E3779B97F4A7C15
-    for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):  # integers wrap; a multiplication mixes upwards only
-        number = (number ^ (number >> 31)) * factor
-    return (number >> 32) & 0x7FFFFFFF
 
 
 # The second moments are symmetric: of each block of rows, what is not left of it, one block after another.
