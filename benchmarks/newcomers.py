@@ -1,12 +1,16 @@
-"""What newcomers are told, against the truth: `python -m benchmarks.newcomers told RUN ...` and `... few`.
+"""What newcomers are told, against the truth: `python -m benchmarks.newcomers`.
 
-`told` makes a bundle of each finished run and lets its new clients personalize as a user would, with 1, 5, 20 and all
-of their samples: how many data sets are called alike, how far the class mix that is shown is off (total variation,
-points), how many 95% intervals hold the accuracy before and after. Then the same newcomers with images that are
-inverted, transposed, shifted, turned, or noise: how many are called unlike, beside what is lost of the accuracy.
+It makes every figure of results/newcomers.md. Each setting below is trained for each of its partitions (a run folder
+below --runs, which is resumed or taken as it is), exported as a bundle, and its new clients personalize as a user would,
+with 1, 5, 20 and all of their samples: how many data sets are called alike, how far the class mix that is shown is off
+(total variation, points), how many 95% intervals hold the accuracy before and after. Then with images that are inverted,
+transposed, shifted, turned, or noise: how many are called unlike, beside what is lost of the accuracy. What was found is
+kept beside the run, so that the command goes on where it was stopped; --again asks once more. New clients' labels are
+compared with, and nothing else.
 
-`few` trains FedAvg on digits with few training clients, over several kinds of partitions, and compares label-shift and
-auto with none. New clients' labels are compared with, and nothing else.
+No rule was made with partitions 31 to 33 of any data set in view (personalize/ and results/ name those that were used).
+
+`few` is the last table: FedAvg on digits with few training clients, label-shift and auto against none.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,74 @@ from upfl.data.forms import Pixels, rotate
 from upfl.personalize.estimate import total_variation
 
 Images = NDArray[np.generic]
-PERSONALIZERS = ("label-shift", "refit+label-shift", "auto")
-SIZES = (1, 5, 20, None)
+Told = dict[str, Any]
+SIZES = (1, 5, 20, None)  # samples of a newcomer; all
+LARGE = 20  # samples from which on a newcomer is to be told
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A federation, and whom of its newcomers to ask what."""
+
+    method: str
+    dataset: str
+    partition: str  # in words
+    settings: tuple[str, ...] = ()
+    partitions: tuple[int, ...] = (31,)
+    personalizers: tuple[str, ...] = ("label-shift", "refit+label-shift", "auto")
+    changed: int = 0  # newcomers of each partition that bring other images, too
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.dataset, self.partition, self.method)).replace(" ", "-").replace(".", "")
+
+    def config(self, partition: int) -> upfl.Config:
+        settings = [f"partition_seed={partition}", *self.settings]
+        return upfl.configure(self.method, self.dataset, settings=settings)
+
+
+IID = "partition.kind=iid"
+DIRICHLET = ("partition.kind=dirichlet", "partition.alpha_training=0.1")
+TURNED = ("partition.rotations_training=[0.0,30.0,60.0]", "partition.rotations_new=[15.0,45.0]")
+ROUNDS = ("rounds=20", "evaluate_every=20")
+SOME = (*ROUNDS, "clients_per_round=20")
+CLOSED, ON_MODEL = "closed-form", ("label-shift", "auto")
+THREE = (31, 32, 33)
+
+
+def alpha(new: float) -> tuple[str, ...]:
+    return (*DIRICHLET, f"partition.alpha_new={new}")
+
+
+SETTINGS = (
+    # README's example
+    Setting("refit-label-shift", "digits", "two classes", ("rounds=20",), THREE, changed=20),
+    Setting("fedavg", "digits", "two classes", ("rounds=60", "evaluate_every=60"), THREE),
+    Setting("fedavg", "digits", "i.i.d.", (*ROUNDS, IID), THREE),
+    Setting("fedavg", "digits", "Dirichlet 0.1", (*ROUNDS, *alpha(0.1)), THREE),
+    Setting("fedavg", "digits", "Dirichlet 0.5", (*ROUNDS, "partition.kind=dirichlet", "partition.alpha_training=0.5",
+            "partition.alpha_new=0.5"), THREE),
+    Setting("fedtta-prox", "digits", "i.i.d.", ("rounds=60", "evaluate_every=60", IID), THREE),
+    Setting(CLOSED, "digits", "two classes", (), THREE, ON_MODEL),
+    Setting(CLOSED, "digits", "i.i.d.", (IID,), THREE, ON_MODEL),
+    Setting("fedtta-prox", "mnist", "1000 images, turned", ("rounds=40", "evaluate_every=40", IID,
+            "partition.samples=1000", "partition.clients=50", *TURNED), THREE),
+    Setting("fedavg", "mnist", "two classes", SOME, THREE, changed=50),
+    Setting("fedavg", "mnist", "i.i.d.", (*SOME, IID)),
+    Setting("fedavg", "mnist", "Dirichlet 0.1", (*SOME, *alpha(0.1))),
+    Setting("fedavg", "femnist", "writers", (*SOME, "model.name=mlp", "model.hidden=200", "training.lr=0.01"), THREE,
+            changed=20),
+    Setting(CLOSED, "mnist", "two classes", (), (31,), ON_MODEL, changed=50),
+    Setting(CLOSED, "cifar10", "two classes", (), (31,), ON_MODEL, changed=20),
+    Setting(CLOSED, "cifar10", "i.i.d.", (IID,), (31,), ON_MODEL),
+    Setting(CLOSED, "cifar10", "Dirichlet 0.01", alpha(0.01), (31,), ON_MODEL),
+    Setting(CLOSED, "cifar10", "Dirichlet 0.5", alpha(0.5), (31,), ON_MODEL),
+    Setting(CLOSED, "femnist", "writers", (), (31,), ON_MODEL),
+    Setting(CLOSED, "fashion_mnist", "two classes", (), (31,), ON_MODEL),
+    Setting("fedavg", "cifar10", "two classes", (*SOME, "model.width=0.5")),
+)  # fmt: skip
+
+FEW = (2, 3, 5, 10, 20)  # training clients
 SCORED = ("none", "label-shift", "auto", "refit", "refit+label-shift")
 KINDS: dict[str, dict[str, Any]] = {
     "two classes": {"kind": "pathological"},
@@ -41,63 +112,65 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    commands = parser.add_subparsers(dest="command", required=True)
-    told = commands.add_parser("told")
-    told.add_argument("runs", nargs="+", type=Path)
-    told.add_argument("--clients", type=int, help="new clients of each run; all where silent")
-    told.add_argument("--personalizers", default=",".join(PERSONALIZERS))
-    few = commands.add_parser("few")
-    few.add_argument("--clients", type=int, nargs="+", default=(2, 3, 5, 10, 20))
-    few.add_argument("--rounds", type=int, default=20)
-    few.add_argument("--seeds", type=int, default=3, help="partitions of each kind")
-    for command in (told, few):
-        command.add_argument("-o", "--out", type=Path, help="the results as JSON")
+    parser.add_argument("--runs", type=Path, default=Path("runs/newcomers"))
+    parser.add_argument("--only", default="", help="settings whose name contains this; `few`: the last table")
+    parser.add_argument("--again", action="store_true", help="ask newcomers again, whatever was found before")
+    parser.add_argument("--show", action="store_true", help="the tables of what was found so far")
     arguments = parser.parse_args()
-    if arguments.command == "told":
-        names = arguments.personalizers.split(",")
-        rows = [row for run in arguments.runs for row in measured(run, names, arguments.clients)]
-        show = told_tables
-    else:
-        rows = list(with_few(arguments.clients, arguments.rounds, arguments.seeds))
-        show = few_table
-    print(show(rows))
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    told: dict[Setting, list[Told]] = {}
+    for setting in (one for one in SETTINGS if arguments.only in one.name):
+        for partition in setting.partitions:
+            kept = arguments.runs / f"{setting.name}-{partition}.json"
+            if (arguments.again or not kept.exists()) and not arguments.show:
+                rows = list(measured(setting, trained(setting.config(partition), kept.with_suffix("")), partition))
+                kept.write_text(json.dumps({"machine": machine(), "rows": rows}))
+            if kept.exists():
+                told.setdefault(setting, []).extend(json.loads(kept.read_text())["rows"])
+    few = []
+    if arguments.only in ("", "few"):
+        for clients in FEW:
+            kept = arguments.runs / f"few-{clients}.json"
+            if (arguments.again or not kept.exists()) and not arguments.show:
+                kept.write_text(json.dumps({"machine": machine(), "rows": list(with_few(clients))}))
+            if kept.exists():
+                few += json.loads(kept.read_text())["rows"]
+    print("\n\n".join([*tables(told), few_table(few)]))
+
+
+def trained(config: upfl.Config, path: Path) -> upfl.Run:
+    return upfl.resume(path, workers=1) if path.exists() else upfl.train(config, path, workers=1)
 
 
 # What newcomers are told
 
 
-def measured(path: Path, names: list[str], clients: int | None) -> Iterator[dict[str, Any]]:
-    """A row for each personalizer, size of newcomers and kind of images."""
-    run = upfl.Run(path)
-    fitting = [name for name in names if upfl.methods.personalizer_class(name).why_not(run.training) is None]
+def measured(setting: Setting, run: upfl.Run, partition: int) -> Iterator[Told]:
+    """A row for each newcomer, personalizer, size and kind of images."""
+    names = [name for name in setting.personalizers if name not in run.config.personalize]
     with tempfile.TemporaryDirectory() as folder:
-        bundle = upfl.export(
-            run, Path(folder) / "bundle", [name for name in fitting if name not in run.config.personalize]
-        )
-    federation = run.federation
-    source, new = federation.source, federation.new
+        bundle = upfl.export(run, Path(folder) / "bundle", names)
+    source, new = run.federation.source, run.federation.new
     assert isinstance(source.form, Pixels), "images alone can be turned"
     scale = source.form.scale
-    chosen = range(min(len(new), clients or len(new)))
-    images = [turned(source.x[new.all(i)], float(new.angles[i]), scale) for i in chosen]
-    labels = [source.labels[new.all(i)] for i in chosen]
-    for name in fitting:
-        for size in SIZES:
-            large = [i for i in chosen if len(labels[i]) >= (size or 1)]
-            found = [asked(bundle, name, images[i][:size], labels[i][:size]) for i in large]
-            yield {"run": path.name, "personalizer": name, "size": size, "images": "own", "clients": found}
-    for kind, change in changes(scale).items():
-        found = [asked(bundle, fitting[0], change(images[i]), labels[i]) for i in chosen]
-        yield {"run": path.name, "personalizer": fitting[0], "size": None, "images": kind, "clients": found}
+    for i in range(len(new)):
+        images = turned(source.x[new.all(i)], float(new.angles[i]), scale)
+        labels = source.labels[new.all(i)]
+        facts = {"partition": partition, "client": i}
+        for name in setting.personalizers:
+            for size in (size for size in SIZES if len(labels) >= (size or 1)):
+                told = asked(bundle, name, images[:size], labels[:size])
+                yield facts | {"personalizer": name, "size": size, "images": "own", **told}
+        for kind, change in changes(scale).items() if i < setting.changed else ():
+            told = asked(bundle, setting.personalizers[0], change(images), labels)
+            yield facts | {"personalizer": setting.personalizers[0], "size": None, "images": kind, **told}
 
 
-def asked(bundle: upfl.Bundle, name: str, images: Images, labels: NDArray[np.int64]) -> dict[str, Any]:
+def asked(bundle: upfl.Bundle, name: str, images: Images, labels: NDArray[np.int64]) -> Told:
     """What a newcomer is told, and the truth."""
     mine = bundle.personalize(images, name)
     assert mine.personalized is not None
-    diary, y = mine.diary, torch.from_numpy(labels)
+    diary, y = mine.diary, torch.from_numpy(labels[: len(images)])
     assert diary.likeness is not None
     truth = torch.bincount(y, minlength=len(mine.classes_)) / len(y)
     right = [float((z.argmax(1) == y).double().mean()) for z in (mine.personalized.before, mine.personalized.logits)]
@@ -106,6 +179,7 @@ def asked(bundle: upfl.Bundle, name: str, images: Images, labels: NDArray[np.int
         "samples": len(y),
         "verdict": diary.likeness.verdict,
         "p": diary.likeness.p,
+        "scores": diary.likeness.scores,
         "outlying": int(mine.outlying_.sum()),
         "accuracy": right,
         "estimates": [(one.value, one.low, one.high) for one in diary.accuracy],
@@ -147,89 +221,129 @@ def changes(scale: float) -> dict[str, Callable[[Images], Images]]:
     }
 
 
-def told_tables(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| run | personalizer | samples | newcomers | alike | unlike | mix off by | before held | after held | width |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+def tables(told: dict[Setting, list[Told]]) -> Iterator[str]:
+    """Alarms, mix and coverage with all samples; coverage with few; other images."""
+    own = {setting: [row for row in rows if row["images"] == "own"] for setting, rows in told.items()}
+    groups = [
+        (setting, name, [row for row in own[setting] if row["personalizer"] == name])
+        for setting in told
+        for name in setting.personalizers
     ]
-    for row in (row for row in rows if row["images"] == "own" and row["clients"]):
-        clients = row["clients"]
-        estimated = [one for one in clients if one["estimates"]]
-        covered = [
-            np.mean([low <= one["accuracy"][k] <= high for one in estimated for _, low, high in [one["estimates"][k]]])
-            for k in range(2)
-            if estimated
-        ]
-        width = [100 * (one["estimates"][1][2] - one["estimates"][1][1]) for one in estimated]
-        figures = [f"{value:.0%}" for value in covered] or ["-", "-"]
-        figures.append(f"{np.mean(width):.1f}" if width else "-")
-        mix = 100 * np.mean([one["mix_off"] for one in clients])
-        figures = [share(clients, "alike"), share(clients, "unlike"), f"{mix:.1f}", *figures]
-        head = f"| {row['run']} | {row['personalizer']} | {row['size'] or 'all'} | {len(clients)} "
-        lines.append(f"{head}| {' | '.join(figures)} |")
-    lines += ["", "| run | images | called unlike | accuracy after | as they were |", "|---|---|---:|---:|---:|"]
-    for row in (row for row in rows if row["images"] != "own"):
-        as_it_was = next(one for one in rows if one["images"] == "own" and one["size"] is None and same(one, row))
-        figures = [share(row["clients"], "unlike"), f"{right(row):.1f}", f"{right(as_it_was):.1f}"]
-        lines.append(f"| {row['run']} | {row['images']} | {' | '.join(figures)} |")
-    return "\n".join(lines)
+    yield table(
+        "data, who holds what | training | personalizer | newcomers | alike | unlike | gate | before | after "
+        "| mix off by | before held | after held | width",
+        (
+            [*head(setting), name, len(whole), *verdicts(whole), gates(whole), *figures(whole)]
+            for setting, name, rows in groups
+            for whole in [[row for row in rows if row["size"] is None]]
+        ),
+        left=3,
+    )
+    yield table(
+        "data, who holds what | training | personalizer "
+        + "".join(f"| {n}: before held | after held | width | mix off by " for n in SIZES if n),
+        (
+            [*head(setting), name, *(cell for part in parts for cell in (*covered(part), width(part), off(part)))]
+            for setting, name, rows in groups
+            for parts in [[[row for row in rows if row["size"] == size] for size in SIZES if size]]
+        ),
+        left=3,
+    )
+    yield table(
+        "data, who holds what | training | images | newcomers | alike | unlike | accuracy after | as they were",
+        (
+            [*head(setting), kind, len(other), *verdicts(other), right(other, 1), right(as_was, 1)]
+            for setting, name, rows in groups
+            if setting.changed and name == setting.personalizers[0]
+            for as_was in [[row for row in rows if row["size"] is None and row["client"] < setting.changed]]
+            for kind in changes(1)
+            for other in [[row for row in told[setting] if row["images"] == kind]]
+        ),
+        left=3,
+    )
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ("run", "personalizer"))
+def head(setting: Setting) -> tuple[str, str]:
+    return f"{setting.dataset}, {setting.partition}", setting.method
 
 
-def share(clients: list[dict[str, Any]], verdict: str) -> str:
-    return f"{np.mean([one['verdict'] == verdict for one in clients]):.0%}"
+def table(heading: str, rows: Any, left: int) -> str:
+    heads = heading.split("|")
+    lines = [f"| {heading.strip()} |", "|" + "---|" * left + "---:|" * (len(heads) - left)]
+    return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
 
-def right(row: dict[str, Any]) -> float:
-    samples = sum(one["samples"] for one in row["clients"])
-    return float(100 * sum(one["samples"] * one["accuracy"][1] for one in row["clients"]) / samples)
+def verdicts(rows: Sequence[Told]) -> list[str]:
+    """The shares of newcomers with enough samples that are called alike and unlike; where none has, of all."""
+    large = [row for row in rows if row["samples"] >= LARGE] or rows
+    words = ("alike", "unlike") if large else ()
+    return [f"{np.mean([row['verdict'] == word for row in large]):.0%}" for word in words] or ["", ""]
+
+
+def gates(rows: Sequence[Told]) -> str:
+    """What label-shift did, in how many partitions."""
+    words = {"its own mix": "open", "the calibrated model": "closed"}
+    found = [next((word for part, word in words.items() if part in row["decision"]), "as it is") for row in rows]
+    return ", ".join(dict.fromkeys(found))
+
+
+def figures(rows: Sequence[Told]) -> list[str]:
+    return [right(rows, 0), right(rows, 1), off(rows), *covered(rows), width(rows)]
+
+
+def right(rows: Sequence[Told], k: int) -> str:
+    samples = sum(row["samples"] for row in rows)
+    return f"{100 * sum(row['samples'] * row['accuracy'][k] for row in rows) / samples:.1f}" if samples else ""
+
+
+def off(rows: Sequence[Told]) -> str:
+    return f"{100 * np.mean([row['mix_off'] for row in rows]):.1f}" if rows else ""
+
+
+def covered(rows: Sequence[Told]) -> list[str]:
+    """The share of 95% intervals, before and after, that hold the accuracy."""
+    pairs = [[(row["accuracy"][k], *row["estimates"][k][1:]) for row in rows if row["estimates"]] for k in range(2)]
+    return [f"{np.mean([low <= truth <= high for truth, low, high in one]):.0%}" if one else "" for one in pairs]
+
+
+def width(rows: Sequence[Told]) -> str:
+    """Of the intervals after, in points."""
+    widths = [row["estimates"][1][2] - row["estimates"][1][1] for row in rows if row["estimates"]]
+    return f"{100 * np.mean(widths):.1f}" if widths else ""
 
 
 # Few training clients
 
 
-def with_few(numbers: list[int], rounds: int, seeds: int) -> Iterator[dict[str, Any]]:
-    for clients in numbers:
-        for kind, partition in KINDS.items():
-            if kind == "two classes" and clients < 3:
-                continue  # four clients of two classes would leave some classes to nobody
-            for seed in range(seeds):
-                settings = [f"partition.{key}={value}" for key, value in (partition | {"clients": 2 * clients}).items()]
-                config = upfl.configure(
-                    "fedavg",
-                    "digits",
-                    rounds=rounds,
-                    partition_seed=seed,
-                    evaluate_every=rounds,
-                    score=SCORED,
-                    settings=settings,
-                )
-                with tempfile.TemporaryDirectory() as folder:
-                    found = {
-                        row["row"]: row for row in upfl.train(config, Path(folder) / "run", workers=1).result["rows"]
-                    }
-                rows = {name: found[upfl.methods.row_name("fedavg", name)] for name in SCORED}
-                scores = {name: {key: row[key] for key in ("validation", "test")} for name, row in rows.items()}
-                yield {"clients": clients, "kind": kind, "seed": seed, "scores": scores}
+def with_few(clients: int) -> Iterator[Told]:
+    for kind, partition in KINDS.items():
+        if kind == "two classes" and clients < 3:
+            continue  # four clients of two classes would leave some classes to nobody
+        settings = [f"partition.{key}={value}" for key, value in (partition | {"clients": 2 * clients}).items()]
+        for seed in THREE:
+            config = upfl.configure(
+                "fedavg", "digits", rounds=20, partition_seed=seed, evaluate_every=20, score=SCORED, settings=settings
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                rows = upfl.train(config, Path(folder) / "run", workers=1).result["rows"]
+            found = {row["row"]: row["test"] for row in rows}
+            scores = {name: found[upfl.methods.row_name("fedavg", name)] for name in SCORED}
+            yield {"clients": clients, "kind": kind, "seed": seed, "scores": scores}
 
 
-def few_table(rows: list[dict[str, Any]]) -> str:
-    """New clients' accuracy in the mean over kinds and partitions, and the largest loss of any kind against none."""
-    lines = [f"| training clients | {' | '.join(SCORED)} | label-shift - none | auto - none |"]
-    lines.append("|---:" * (len(SCORED) + 3) + "|")
-    numbers = dict.fromkeys(row["clients"] for row in rows)
-    for clients, kind in [(clients, kind) for clients in numbers for kind in (*KINDS, "mean")]:
-        some = [row["scores"] for row in rows if row["clients"] == clients and kind in (row["kind"], "mean")]
-        if not some:
-            continue
-        means = {name: np.mean([scores[name]["test"] for scores in some]) for name in SCORED}
-        against = [f"{means[name] - means['none']:+.1f}" for name in ("label-shift", "auto")]
-        figures = [f"{value:.1f}" for value in means.values()]
-        lines.append(f"| {clients}, {kind} | {' | '.join([*figures, *against])} |")
-    return "\n".join(lines)
+def few_table(rows: list[Told]) -> str:
+    """New clients' accuracy in the mean over partitions, and over kinds; and the difference from none."""
+    lines = []
+    for clients in dict.fromkeys(row["clients"] for row in rows):
+        for kind in (*KINDS, "mean"):
+            some = [row["scores"] for row in rows if row["clients"] == clients and kind in (row["kind"], "mean")]
+            if some:
+                means = {name: np.mean([scores[name] for scores in some]) for name in SCORED}
+                against = [f"{means[name] - means['none']:+.1f}" for name in ("label-shift", "auto")]
+                lines.append([f"{clients}, {kind}", *(f"{value:.1f}" for value in means.values()), *against])
+    return table(
+        f"training clients, who holds what | {' | '.join(SCORED)} | label-shift - none | auto - none", lines, 1
+    )
 
 
 if __name__ == "__main__":
