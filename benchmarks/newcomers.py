@@ -1,12 +1,12 @@
 """What newcomers are told, against the truth: `python -m benchmarks.newcomers`.
 
 It makes every figure of results/newcomers.md. Each setting below is trained for each of its partitions (a run folder
-below --runs, which is resumed or taken as it is), exported as a bundle, and its new clients personalize as a user would,
-with 1, 5, 20 and all of their samples: how many data sets are called alike, how far the class mix that is shown is off
-(total variation, points), how many 95% intervals hold the accuracy before and after. Then with images that are inverted,
-transposed, shifted, turned, or noise: how many are called unlike, beside what is lost of the accuracy. What was found is
-kept beside the run, so that the command goes on where it was stopped; --again asks once more. New clients' labels are
-compared with, and nothing else.
+below --runs, which is resumed or taken as it is), exported as a bundle, and its new clients personalize as a user
+would, with 1, 5, 20 and all of their samples: how many data sets are called alike, how far the class mix that is shown
+is off (total variation, points), how many 95% intervals hold the accuracy before and after. Then with images that are
+inverted, transposed, shifted, turned, or noise: how many are called unlike, beside what is lost of the accuracy. What
+was found is kept beside the run, so that the command goes on where it was stopped; --again asks once more. New clients'
+labels are compared with, and nothing else.
 
 No rule was made with partitions 31 to 33 of any data set in view (personalize/ and results/ name those that were used).
 

@@ -53,6 +53,16 @@ def test_a_single_sample_has_an_interval_that_says_nothing() -> None:
     assert widths[-1] > 0.99
 
 
+def test_predictions_that_did_not_change_have_one_accuracy() -> None:
+    posterior = torch.tensor([[0.8, 0.2]]).double().repeat(50, 1)
+    known = CERTAIN | {"offset": torch.tensor([-0.1, 0.1]), "scatter": torch.tensor([0.01, 0.0])}
+    before, after = estimates(3 * posterior, posterior, posterior, known)
+    assert before == after
+    before, after = estimates(-posterior, posterior, posterior, known)
+    assert before.value == pytest.approx(0.1)
+    assert after.value == pytest.approx(0.9)
+
+
 def test_few_clients_estimate_nothing() -> None:
     posterior = torch.tensor([[1.0, 0.0]]).double().repeat(50, 1)
     assert estimates(posterior, posterior, posterior, CERTAIN | {"few": torch.tensor(1)}) == []

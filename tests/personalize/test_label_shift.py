@@ -278,11 +278,11 @@ def test_the_likelihood_of_a_mix_is_the_dirichlet_multinomial_s() -> None:
     assert float(ours[-1]) == pytest.approx(3 * math.log(0.5) + math.log(0.2))
 
 
-def test_where_labels_come_out_right_without_it_nothing_is_changed() -> None:
+def test_where_labels_come_out_right_without_it_probabilities_alone_are_changed() -> None:
     x, fitted = newcomer(), calibrated_as(4, 0.6) | {"gate.label-shift.menu": torch.tensor(label_shift.AS_IS)}
     found, plain = personalize("label-shift", x, fitted), personalize("none", x, {})
-    assert torch.equal(found.logits, plain.logits)
-    assert torch.equal(found.predict_logits(x), plain.predict_logits(x))
+    torch.testing.assert_close(found.logits, 0.6 * plain.logits)
+    torch.testing.assert_close(found.predict_logits(x), 0.6 * plain.predict_logits(x))
     assert "left as it is" in found.diary.decision
 
 

@@ -1,7 +1,10 @@
 """What a newcomer is told, in words: on the terminal, on its page, in its node's log."""
 
-from upfl.contract import Diary, Likeness
+from collections.abc import Sequence
 
+from upfl.contract import Diary, Estimate, Likeness
+
+SHOWN = 5  # classes of a mix, in a sentence
 WHAT = {
     "inputs distance": "The samples are far from every class that it knows",
     "inputs drift": "The samples are all off in one direction",
@@ -30,4 +33,34 @@ def why_no_estimate(diary: Diary) -> str:
     """Why a diary has no accuracy."""
     if diary.likeness is not None and diary.likeness.unlike:
         return "withheld, because the data are unlike the federation's"
-    return "none: this personalizer makes none, or too few training clients taught it"
+    return f"none: {diary.no_accuracy or 'this personalizer makes none; label-shift and auto do'}"
+
+
+def about_mix(diary: Diary) -> str:
+    """How far the class mix can be relied on."""
+    if diary.likeness is not None and diary.likeness.unlike:
+        return "do not rely on it: the data are unlike the federation's"
+    if not diary.mix:
+        return "counted from the predictions; this personalizer does not estimate how far that is off"
+    if diary.mix_error is None:
+        return "how far it is off is not known: too few training clients or labels taught it"
+    return f"off by about {100 * diary.mix_error:.0f} points, as training clients' was"
+
+
+def in_percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:.0f}% ({100 * estimate.low:.0f}-{100 * estimate.high:.0f})"
+
+
+def summary(diary: Diary, classes: Sequence[str]) -> str:
+    """All that a newcomer is told: about its data, what was decided, its class mix, the accuracy."""
+    lines = [in_words(diary.likeness), f"Decision: {diary.decision}."]
+    if diary.mix:
+        order = sorted((c for c in range(len(classes)) if diary.mix[c] >= 0.005), key=lambda c: -diary.mix[c])
+        mix = ", ".join(f"{classes[c]} {diary.mix[c]:.0%}" for c in order[:SHOWN])
+        lines.append(f"Class mix: {mix}{', ...' if len(order) > SHOWN else ''}; {about_mix(diary)}.")
+    if diary.accuracy:
+        before, after = map(in_percent, diary.accuracy)
+        lines.append(f"Estimated accuracy: {before} before, {after} after (95% intervals).")
+    else:
+        lines.append(f"Estimated accuracy: {why_no_estimate(diary)}.")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from upfl.bundle.card import personal_card
+from upfl.bundle.in_words import summary
 from upfl.bundle.manifest import FederationManifest, PersonalManifest, version
 from upfl.bundle.read import FederationParts, read
 from upfl.bundle.write import write_folder
@@ -166,6 +167,11 @@ class PersonalModel:
         """What the personalizer saw, did and decided."""
         return self.manifest.diary
 
+    @property
+    def summary(self) -> str:
+        """What its owner should know, in words: whether the data are alike, the decision, class mix and accuracy."""
+        return summary(self.diary, self.manifest.task.classes)
+
     def check(self, x: Images) -> tuple[Likeness, NDArray[np.bool_]] | None:
         """Whether later data are like the federation's, and which samples are outlying; None where nobody can tell."""
         if not self.known:
@@ -256,10 +262,18 @@ class ClassMix(NamedTuple):
 
 
 def class_mix(mine: PersonalModel) -> ClassMix:
-    """By the model before, and by the newcomer's own; where its personalizer estimated the mix, that."""
+    """By what the model before predicts, and the newcomer's own; where its personalizer estimated the mix, that.
+
+    Predictions are counted: probabilities that nobody calibrated blur a mix, or sharpen it.
+    """
     assert mine.personalized is not None
-    before = _probabilities(mine.personalized.before).mean(0).tolist()
-    return ClassMix(before, mine.diary.mix or mine.label_distributions_.mean(0).tolist())
+    before, after = (_counted(logits) for logits in (mine.personalized.before, mine.personalized.logits))
+    return ClassMix(before, mine.diary.mix or after)
+
+
+def _counted(logits: Tensor) -> list[float]:
+    counts = torch.bincount(logits.argmax(1), minlength=logits.shape[1])
+    return (counts.double() / len(logits)).tolist()
 
 
 def _probabilities(logits: Tensor) -> NDArray[np.float64]:

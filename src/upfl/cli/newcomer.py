@@ -14,10 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from upfl import bundle
-from upfl.bundle.in_words import in_words, why_no_estimate
+from upfl.bundle.in_words import about_mix, in_percent, in_words, why_no_estimate
 from upfl.bundle.manifest import TaskSection
 from upfl.cli.console import Console
-from upfl.contract import Estimate
 from upfl.data.given import unlabelled
 from upfl.data.samples import Samples
 from upfl.errors import DataError
@@ -103,20 +102,15 @@ def show(mine: bundle.PersonalModel, console: Console) -> None:
         before, after = (sum(shares[c] for c in rest) for shares in (mix.before, mix.after))
         table.add_row(f"[dim]{len(rest)} others[/dim]", f"{before:.1%}", f"{after:.1%}", "")
     console.print(table)
-    if diary.mix_error is not None:
-        console.print(f"the mix after is off by about {100 * diary.mix_error:.0f} points, as training clients' was")
+    console.print(f"the mix after: {about_mix(diary)}")
     if len(diary.entropy) > 1:
         plot = f"{diary.entropy[0]:.3f} {sparkline(diary.entropy)} {diary.entropy[-1]:.3f}"
         console.print(f"uncertainty (mean entropy, nats): {plot}")
     if diary.accuracy:
-        before, after = (_in_percent(estimate) for estimate in diary.accuracy)
+        before, after = map(in_percent, diary.accuracy)
         console.print(f"estimated accuracy: {before} before, [bold]{after}[/bold] after (95% intervals)")
     else:
         console.print(f"estimated accuracy: {why_no_estimate(diary)}")
-
-
-def _in_percent(estimate: Estimate) -> str:
-    return f"{100 * estimate.value:.0f}% ({100 * estimate.low:.0f}-{100 * estimate.high:.0f})"
 
 
 def sparkline(values: list[float]) -> str:

@@ -48,6 +48,7 @@ class Diary:
     mix: list[float] = field(default_factory=list)  # each class's share of the samples, where it was estimated
     mix_error: float | None = None  # by how much it is off, about: half the sum of the differences; where that is known
     accuracy: list[Estimate] = field(default_factory=list)  # before and after, where it was estimated
+    no_accuracy: str = ""  # why it was not, where the personalizer estimates it
     likeness: Likeness | None = None  # of the data, where the federation published what it takes
 
 

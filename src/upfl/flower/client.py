@@ -16,7 +16,6 @@ from flwr.common.logger import log
 
 from upfl import plugins
 from upfl.bundle import Bundle, Images, PersonalModel
-from upfl.bundle.in_words import in_words
 from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS
 from upfl.config import Config
 from upfl.engine.rounds import one_thread
@@ -115,7 +114,7 @@ def personalize(message: Message, context: Context) -> RecordDict:
     except UpflError as error:
         log(ERROR, "%s", error)  # it may name files: for the owner alone
         raise RunError("it could not personalize; its own log says why").public() from error
-    log(INFO, "%s", in_words(mine.diary.likeness))
+    log(INFO, "%s", mine.summary)
     facts: dict[str, Any] = {"samples": mine.manifest.samples}
     if node.share == "estimates":
         diary = mine.diary

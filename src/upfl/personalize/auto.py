@@ -57,8 +57,16 @@ from upfl.contract import (
     Training,
     Unlabelled,
 )
-from upfl.personalize.calibration import Calibrated, Correction, fitted
-from upfl.personalize.estimate import Reliability, accuracy_of, enough_clients, interval, own_variance
+from upfl.personalize.calibration import Calibrated, Calibrator, Correction, fitted, tempered
+from upfl.personalize.estimate import (
+    TOO_FEW,
+    Reliability,
+    accuracy_of,
+    enough_clients,
+    interval,
+    own_variance,
+    same_predictions,
+)
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.label_shift import SLIP, LabelShift
 from upfl.personalize.nothing import Nothing
@@ -120,10 +128,11 @@ class Auto(Personalizer[AutoHyper]):
         if not clients:
             plain = results[NONE]
             decision = f"{plain.diary.decision}: too few training clients or labels to choose by"
-            return replace(plain, diary=replace(plain.diary, decision=decision))
+            return replace(plain, diary=replace(plain.diary, decision=decision, no_accuracy=TOO_FEW))
         own = own_variance(chance.diagonal() * len(client.x) ** 2, len(client.x))
         variance = (own + known["covariance"].diagonal() + known["scatter"]).clamp(min=0)
-        accuracy = [interval(expected[k].item(), variance[k].item(), clients - 1) for k in (NONE, chosen)]
+        after = NONE if same_predictions(results[NONE].logits, results[chosen].logits) else chosen
+        accuracy = [interval(expected[k].item(), variance[k].item(), clients - 1) for k in (NONE, after)]
         diary = results[chosen].diary
         decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._in_percent(expected)})"
         return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
@@ -139,7 +148,8 @@ class Auto(Personalizer[AutoHyper]):
         calibrated, *others = (
             one.corrected(base, published) for one, base in zip(self.corrections, bases, strict=True)
         )
-        return [calibrated, models[0], *others, *adapted]
+        none = tempered(models[0], Calibrator.of(published, self.models[0].name))
+        return [calibrated, none, *others, *adapted]
 
     def _in_percent(self, expected: Tensor) -> str:
         return ", ".join(f"{name} {100 * v:.1f}" for name, v in zip(self.candidates, expected.tolist(), strict=True))

@@ -13,7 +13,8 @@ and stays above 0: where predictions mislead, it is held at 1e-3 and b goes on a
 b is drawn to 0 with the weight of half a sample: where few labels are there, or nearly all come out right, nothing else
 holds it (with 140 labels of digits, b went to 10 and more; half a sample has the better cross-fitted likelihood there,
 and many labels outweigh it). From 62 classes on it is 1e-3 a sample, if that is more. pi is smoothed by 1e-4 from 62
-classes on, 1e-6 below.
+classes on, 1e-6 below. Where clients or labels are too few, b stays 0 and a at 1 or below: no prediction changes, and
+no probability is shown for surer than the model itself has it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from upfl.contract import (
 from upfl.errors import RunError
 from upfl.personalize import class_mix
 from upfl.personalize.adaptation import entropy
-from upfl.personalize.estimate import Reliability, estimates, shown_mix
+from upfl.personalize.estimate import TOO_FEW, Reliability, enough_clients, estimates, shown_mix
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 
@@ -118,7 +119,9 @@ class Calibration(Fit):
         hessian[held, 0, 1:] = hessian[held, 1:, 0] = 0
         gradient[held, 0] = 0
         step = -torch.linalg.solve(hessian, gradient)
-        step[self.too_few(total["clients"], total["count"])] = 0  # the model stays as it is
+        few = self.too_few(total["clients"], total["count"])
+        step[few] = 0
+        step[few, 0] = (-gradient[few, 0] / hessian[few, 0, 0]).clamp(max=1 - scale[few])
         longest = torch.where(step[:, 0] < 0, (scale - LEAST_SCALE) / -step[:, 0], 1.0).clamp(max=1)
         row = better.unsqueeze(1)
         theta = torch.where(row, server["point"], server["theta"])
@@ -225,6 +228,14 @@ class Calibrator:
         return replace(base, temperature=base.temperature / self.scale, bias=bias.float())
 
 
+def tempered(base: Personalized, calibrator: Calibrator) -> Personalized:
+    """The same predictions, with probabilities at the calibrated temperature."""
+    scale, later = calibrator.scale, base.predictor
+    bias = None if later.bias is None else scale * later.bias
+    predictor = replace(later, temperature=later.temperature / scale, bias=bias)
+    return replace(base, logits=scale * base.logits, predictor=predictor)
+
+
 def fitted(published: Published, name: str) -> State:
     """What was fitted under a name."""
     found = select(published.fitted, name)
@@ -244,7 +255,7 @@ class Corrected(NamedTuple):
     mix: Tensor | None  # the mix of classes that later samples are predicted with, where there is one
     decision: str
     own_mix: Tensor | None = None  # the client's mix by its own evidence, whatever was decided; where it is at hand
-    as_is: bool = False  # whether the base's predictions stay as they are: the posterior only judges them
+    as_is: bool = False  # whether the base's predictions stay as they are: then the posterior only judges them
 
 
 class Correction(Personalizer[H]):
@@ -288,18 +299,22 @@ class Correction(Personalizer[H]):
         """What the base came to, corrected."""
         calibrator, found = self.found(base, published)
         known = select(published.fitted, f"{Reliability.key}.{self.name}")
-        logits = base.logits if found.as_is else found.posterior.clamp(min=1e-300).log().to(base.logits)
+        if found.as_is:
+            made = replace(tempered(base, calibrator), posterior=found.posterior)
+        else:
+            logits = found.posterior.clamp(min=1e-300).log().to(base.logits)
+            made = replace(base, logits=logits, predictor=calibrator.predictor(base.predictor, found.mix))
         mix, mix_error = shown_mix(self.mixes(base, calibrator, found), found.posterior, known)
         diary = replace(
             base.diary,
-            entropy=[*base.diary.entropy, entropy(logits.double()).mean().item()],
+            entropy=[*base.diary.entropy, entropy(made.logits.double()).mean().item()],
             decision=found.decision if self.Base is Nothing else f"{base.diary.decision}; {found.decision}",
             mix=mix.tolist(),
             mix_error=mix_error,
-            accuracy=estimates(base.before, logits, found.posterior, known),
+            accuracy=estimates(base.before, made.logits, found.posterior, known),
+            no_accuracy="" if enough_clients(known) else TOO_FEW,
         )
-        predictor = base.predictor if found.as_is else calibrator.predictor(base.predictor, found.mix)
-        return Personalized(base.before, logits, predictor, diary, found.posterior if found.as_is else None)
+        return replace(made, diary=diary)
 
     def found(self, base: Personalized, published: Published) -> tuple[Calibrator, Corrected]:
         """What becomes of the base's logits; where too few taught the calibration, they stay."""

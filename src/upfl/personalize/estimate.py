@@ -24,7 +24,8 @@ predicted, and of those by the newcomer's own evidence, whatever a gate decided.
 clients' labels is shown, by its total variation (half the sum of absolute differences), with how far it is off: for
 training clients in the mean, and by the newcomer's own posteriors.
 
-Too few training clients or labels: there is no estimate.
+Too few training clients or labels: there is no estimate. Where no prediction changes, the estimate after is that of
+before.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch import Tensor
 from upfl.contract import FITS, Client, Estimate, Fit, Total, varies
 from upfl.state import State
 
+TOO_FEW = "too few training clients or labels taught how far such estimates are off"
 PSEUDO_WRONG, PSEUDO = 2, 4  # samples more than there are, and how many of them are wrong
 
 
@@ -106,11 +108,16 @@ def total_variation(mixes: Tensor, truth: Tensor) -> Tensor:
 def estimates(before: Tensor, after: Tensor, posterior: Tensor, known: State) -> list[Estimate]:
     """The accuracy of predictions before and after, where training clients taught how far such estimates are off."""
     result = []
-    for i, predictions in enumerate((before, after) if (clients := enough_clients(known)) else ()):
+    changed = int(not same_predictions(before, after))
+    for i, predictions in ((0, before), (changed, after)) if (clients := enough_clients(known)) else ():
         right = of_predictions(predictions, posterior)
         variance = own_variance((right * (1 - right)).sum(), len(right)) + known["scatter"][i]
         result.append(interval(right.mean().item() + known["offset"][i].item(), variance.item(), clients - 1))
     return result
+
+
+def same_predictions(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.argmax(1).cpu(), other.argmax(1).cpu())
 
 
 def enough_clients(known: State) -> int:

@@ -24,8 +24,9 @@ other clients do not have are not counted: no mix can give them a probability, a
 others. And a hundredth of the labels is taken for chance, -log(0.99 r + 0.01 / classes): a few confident mistakes in
 small splits must not outvote the rest.
 
-No harm. Where fewer labels come out right so than with the model as it is, the gate says `as it is`: not even the
-calibration is used. The same holds where so few clients or labels taught them that nothing can be said.
+No harm. Where fewer labels come out right so than with the model as it is, the gate says `as it is`: of the calibration
+the temperature alone is used, which changes no prediction. The same holds where so few clients or labels taught them
+that nothing can be said.
 
 `em` is plain expectation-maximisation (Saerens, Latinne, Decaestecker 2002), `map-em` its mode under a Dirichlet prior,
 `bbse` black-box shift estimation (Lipton, Wang, Smola 2018): without evidence, and without a gate.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upfl.bundle import PersonalModel, class_mix
-from upfl.bundle.in_words import in_words, why_no_estimate
+from upfl.bundle.in_words import about_mix, in_words, why_no_estimate
 from upfl.data.samples import Samples
 
 LEAST_CERTAIN = 24
@@ -91,9 +91,8 @@ def _mix(mine: PersonalModel) -> list[str]:
     head = "<tr><th>class</th><th>before</th><th>after</th><th class=bar>before (grey), after (green)</th></tr>"
     more = len(mine.classes_) - len(order)
     note = f"<p class=note>{more} rarer classes are not shown.</p>" if more else ""
-    if (off := mine.diary.mix_error) is not None:
-        note += f"<p class=note>The mix after is off by about {100 * off:.0f} points, as training clients' was.</p>"
-    return ["<h2>Class mix</h2>", f"<table>{head}{''.join(rows)}</table>{note}"]
+    about = f"<p class=note>The mix after: {escape(about_mix(mine.diary))}.</p>"
+    return ["<h2>Class mix</h2>", f"<table>{head}{''.join(rows)}</table>{note}{about}"]
 
 
 def _diary(mine: PersonalModel) -> list[str]:
