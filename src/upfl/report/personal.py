@@ -69,7 +69,7 @@ def _likeness(mine: PersonalModel) -> list[str]:
 
 def _accuracy(mine: PersonalModel) -> list[str]:
     if not mine.diary.accuracy:
-        return ["<h2>Estimated accuracy</h2>", f"<p>{escape(why_no_estimate(mine.diary))}</p>"]
+        return ["<h2>Estimated accuracy</h2>", f"<p>{escape(why_no_estimate(mine.diary).capitalize())}.</p>"]
     rows = [
         f"<tr><td>{when}</td><td>{estimate.value:.1%}</td><td>{estimate.low:.1%} to {estimate.high:.1%}</td></tr>"
         for when, estimate in zip(("before", "after"), mine.diary.accuracy, strict=True)
