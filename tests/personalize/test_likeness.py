@@ -77,7 +77,7 @@ def test_classes_of_its_own_are_no_alarm_and_other_inputs_are(mixes: list[Floats
         found = [looked_at(training, known, change(some(mix, 50, 100 + i)[0])) for i, mix in enumerate(own[:10])]
         assert all(one.unlike for one in found)
         assert all(one.p < 0.002 for one in found)
-        assert all("UNLIKE" in in_words(one) for one in found)
+        assert all("UNLIKE" in in_words(one, 60) for one in found)
 
 
 def test_few_samples_are_unlike_or_too_few_to_tell() -> None:

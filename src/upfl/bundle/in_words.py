@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from upfl.contract import Diary, Estimate, Likeness
+from upfl.personalize.likeness import SAMPLES
+from upfl.safe.text import counted
 
 SHOWN = 5  # classes of a mix, in a sentence
 WHAT = {
@@ -13,19 +15,21 @@ WHAT = {
 }
 
 
-def in_words(found: Likeness | None) -> str:
-    """What was found about a newcomer's data, and what to do about it."""
+def in_words(found: Likeness | None, samples: int) -> str:
+    """What was found about a newcomer's data, so many samples, and what to do about it."""
     if found is None:
         return "Whether your data are like the federation's is not known: this bundle has nothing to compare them with."
     if found.verdict == "alike":
         return f"Your data look like the federation's (p = {found.p:.2g})."
     if found.verdict == "too few" or not found.scores:
-        return "Too few samples or training clients to tell whether your data are like the federation's."
+        few = f": {counted(samples, 'sample')}, of {SAMPLES} at least," if samples < SAMPLES else " training clients"
+        return f"Too few{few} to tell whether your data are like the federation's."
     worst = max(found.scores, key=lambda name: found.scores[name])
     return (
         f"YOUR DATA ARE UNLIKE THE FEDERATION'S: do not rely on the predictions. {WHAT.get(worst, worst)} "
         f"({worst}: {found.scores[worst]:.0f} standard deviations of clients, p = {found.p:.1g}). Typical causes: "
-        "images that are inverted, scaled, turned or shifted; classes that it does not know; another domain."
+        "images that are inverted, scaled, turned or shifted; columns in other units or another order; classes that it "
+        "does not know; another domain."
     )
 
 
@@ -51,9 +55,9 @@ def in_percent(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.0f}% ({100 * estimate.low:.0f}-{100 * estimate.high:.0f})"
 
 
-def summary(diary: Diary, classes: Sequence[str]) -> str:
+def summary(diary: Diary, samples: int, classes: Sequence[str]) -> str:
     """All that a newcomer is told: about its data, what was decided, its class mix, the accuracy."""
-    lines = [in_words(diary.likeness), f"Decision: {diary.decision}."]
+    lines = [in_words(diary.likeness, samples), f"Decision: {diary.decision}."]
     if diary.mix:
         order = sorted((c for c in range(len(classes)) if diary.mix[c] >= 0.005), key=lambda c: -diary.mix[c])
         mix = ", ".join(f"{classes[c]} {diary.mix[c]:.0%}" for c in order[:SHOWN])

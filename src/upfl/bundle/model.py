@@ -170,7 +170,7 @@ class PersonalModel:
     @property
     def summary(self) -> str:
         """What its owner should know, in words: whether the data are alike, the decision, class mix and accuracy."""
-        return summary(self.diary, self.manifest.task.classes)
+        return summary(self.diary, self.manifest.samples, self.manifest.task.classes)
 
     def check(self, x: Images) -> tuple[Likeness, NDArray[np.bool_]] | None:
         """Whether later data are like the federation's, and which samples are outlying; None where nobody can tell."""

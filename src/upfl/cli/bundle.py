@@ -126,7 +126,7 @@ def predict(
         Console(stderr=True, soft_wrap=True).print(f"[yellow]left out: {escape(name)}[/yellow]")
     found, outlying = mine.check(samples) or (None, np.zeros(len(samples), np.bool_))
     if found is not None and found.unlike:
-        told = f"warning: drift: {in_words(found)}"
+        told = f"warning: drift: {in_words(found, len(samples))}"
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{escape(told)}[/]")
     table = newcomer.as_csv(samples, mine.classes_, probabilities, outlying)
     if out is not None:

@@ -84,7 +84,7 @@ def found(mine: bundle.PersonalModel, samples: Samples, warnings: list[str], out
 def show(mine: bundle.PersonalModel, console: Console) -> None:
     diary, manifest = mine.diary, mine.manifest
     console.print(f"[bold]{counted(manifest.samples, 'sample')}, personalized by {manifest.personalizer}[/bold]")
-    told = in_words(diary.likeness)
+    told = in_words(diary.likeness, manifest.samples)
     console.print(f"[bold red]{escape(told)}[/]" if diary.likeness and diary.likeness.unlike else escape(told))
     console.print(f"{escape(diary.decision)}")
     mix = bundle.class_mix(mine)

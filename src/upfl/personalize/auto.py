@@ -152,7 +152,8 @@ class Auto(Personalizer[AutoHyper]):
         return [calibrated, none, *others, *adapted]
 
     def _in_percent(self, expected: Tensor) -> str:
-        return ", ".join(f"{name} {100 * v:.1f}" for name, v in zip(self.candidates, expected.tolist(), strict=True))
+        percent = (100 * expected).clamp(0, 100).tolist()
+        return ", ".join(f"{name} {value:.1f}" for name, value in zip(self.candidates, percent, strict=True))
 
 
 def _made(kind: type[Correction[Any]], training: Training[Any]) -> Correction[Any]:

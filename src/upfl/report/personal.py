@@ -58,8 +58,8 @@ def page(mine: PersonalModel, samples: Samples) -> str:
 
 def _likeness(mine: PersonalModel) -> list[str]:
     found = mine.diary.likeness
-    told, alarm = escape(in_words(found)), " class=alarm" if found is not None and found.unlike else ""
-    parts = [f"<p{alarm}>{told}</p>"]
+    alarm = " class=alarm" if found is not None and found.unlike else ""
+    parts = [f"<p{alarm}>{escape(in_words(found, mine.manifest.samples))}</p>"]
     if found is not None:
         rows = [f"<tr><td>{escape(name)}</td><td>{score:.1f}</td></tr>" for name, score in found.scores.items()]
         table = f"<table><tr><th>check</th><th>standard deviations of clients</th></tr>{''.join(rows)}</table>"
