@@ -27,7 +27,9 @@ With many labels the offset is m; with few the newcomer's own evidence decides. 
 model, for which all training clients' labels speak, goes through none, label-shift, both on the refitted model and the
 adaptations, and leaves the one it has for the next only if that promises more by one standard error of the difference
 of their offsets, from P.
-Labels of new clients play no part in any of this.
+Labels of new clients play no part in any of this. The accuracy that is told is the chosen correction's own
+(estimate.py). None and adaptations tell nothing themselves: there the accuracy before is the measure's, after it is
+accuracy_k with P, its scatter over training clients, and the newcomer's own chance.
 
 Settled: label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
 that adapted itself to its samples does not look at a class as it does on other clients, and label-shift rests on that;
@@ -121,7 +123,8 @@ class Auto(Personalizer[AutoHyper]):
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         known = fitted(published, f"{Choice.key}.{self.name}")
         results = self.corrected(self.uncorrected(published, client), published)
-        value, chance = measured(results, self.measures[int(known["measure"])])
+        by = self.measures[int(known["measure"])]
+        value, chance = measured(results, by)
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"])
         clients = enough_clients(fitted(published, f"{Reliability.key}.{LabelShift.name}"))
@@ -129,13 +132,18 @@ class Auto(Personalizer[AutoHyper]):
             plain = results[NONE]
             decision = f"{plain.diary.decision}: too few training clients or labels to choose by"
             return replace(plain, diary=replace(plain.diary, decision=decision, no_accuracy=TOO_FEW))
-        own = own_variance(chance.diagonal() * len(client.x) ** 2, len(client.x))
-        variance = (own + known["covariance"].diagonal() + known["scatter"]).clamp(min=0)
-        after = NONE if same_predictions(results[NONE].logits, results[chosen].logits) else chosen
-        accuracy = [interval(expected[k].item(), variance[k].item(), clients - 1) for k in (NONE, after)]
-        diary = results[chosen].diary
-        decision = f"{self.candidates[chosen]}: {diary.decision} (expected accuracy: {self._in_percent(expected)})"
-        return replace(results[chosen], diary=replace(diary, decision=decision, accuracy=accuracy))
+        diary, measure = results[chosen].diary, results[by].diary
+        if not diary.accuracy:  # none or an adaptation, which tell nothing themselves
+            own = own_variance(chance.diagonal()[chosen] * len(client.x) ** 2, len(client.x))
+            variance = (own + known["covariance"][chosen, chosen] + known["scatter"][chosen]).clamp(min=0)
+            after = interval(expected[chosen].item(), variance.item(), clients - 1)
+            before = measure.accuracy[0]
+            same = same_predictions(results[NONE].logits, results[chosen].logits)
+            accuracy = [before, before if same else after]
+            diary = replace(diary, accuracy=accuracy, mix=measure.mix, mix_error=measure.mix_error)
+        compared = f"compared by expected accuracy: {self._in_percent(expected)}"
+        diary = replace(diary, decision=f"{self.candidates[chosen]}: {diary.decision} ({compared})")
+        return replace(results[chosen], diary=diary)
 
     def uncorrected(self, published: Published, client: Unlabelled) -> list[Personalized]:
         """What none, the refitted model and each adaptation come to: what no validation label plays a part in."""
