@@ -89,7 +89,9 @@ def test_reliability_is_the_offset_and_the_components_of_the_clients_errors(shif
     offset = np.concatenate(errors, 1).mean(1)
     within = (sum(((one - one.mean(1, keepdims=True)) ** 2).sum(1) for one in errors) + 2) / (n - k + 4)
     between = sum(size * (one.mean(1) - offset) ** 2 for size, one in zip(sizes, errors, strict=True))
-    between = ((between - (k - 1) * within) / (n - (sizes**2).sum() / n)).clip(0)
+    size = n - (sizes**2).sum() / n
+    between = ((between - (k - 1) * within) / size).clip(0)
+    between += np.sqrt(2 / (k - 1)) * (between + (k - 1) * within / size)
     np.testing.assert_allclose(known["offset"], offset, atol=1e-6)
     np.testing.assert_allclose(
         known["scatter"], between * (1 + (sizes**2).sum() / n**2) + within / n, rtol=1e-3, atol=1e-6

@@ -9,7 +9,8 @@ compares with its labels. With e_i = [d_i = y_i] - r_i,d_i on the n_k samples of
 
     offset m = sum e / N                         corrects the estimate
     within   s2 = (sum_k sum_i (e_i - mean_k e)^2 + 2) / (N - K + 4)
-    between  t2 = (sum_k n_k (mean_k e - m)^2 - (K - 1) s2) / (N - sum n_k^2 / N), where that is positive
+    between  t2 = (sum_k n_k (mean_k e - m)^2 - (K - 1) s2) / M, where that is positive,   M = N - sum n_k^2 / N,
+             and one standard error of it more: sqrt(2 / (K - 1)) (t2 + (K - 1) s2 / M)
     scatter  = t2 + t2 sum n_k^2 / N^2 + s2 / N  of a newcomer about the mean client, and of that mean
 
 and the accuracy on the newcomer's own n samples is within
@@ -17,7 +18,8 @@ and the accuracy on the newcomer's own n samples is within
     value + m +- q sqrt(scatter + v / n),   v = (sum_i r_i,d_i (1 - r_i,d_i) + 2) / (n + 4)
 
 q is Student's quantile for K - 1 clients. The 2 and the 4 are two right and two wrong predictions more, as Agresti and
-Coull have them: where every label came out right, or a newcomer has a single sample, that is no proof of certainty.
+Coull have them: where every label came out right, or a newcomer has a single sample, that is no proof of certainty. The
+standard error is for newcomers with many samples: clients that validate with few cannot tell a small t2 from none.
 
 The class mix. Two estimates of each class's share of these very samples: the mean of the posteriors by which they are
 predicted, and of those by the newcomer's own evidence, whatever a gate decided. The one that is nearer to the training
@@ -81,8 +83,9 @@ class Reliability(Fit):
         n = n.clamp(min=1)
         offset = total["error"] / n
         within = (total["within"] + PSEUDO_WRONG) / (n - k + PSEUDO).clamp(min=1)
-        spread = total["square"] - n * offset.square() - (k - 1) * within
-        between = (spread / (n - squared / n).clamp(min=1e-9)).clamp(0, 1)
+        others, size = (k - 1).clamp(min=1), (n - squared / n).clamp(min=1e-9)
+        between = ((total["square"] - n * offset.square() - others * within) / size).clamp(0, 1)
+        between = between + (2 / others).sqrt() * (between + others * within / size)
         return {
             "offset": offset,
             "scatter": (between * (1 + squared / n.square()) + within / n).clamp(max=1),
