@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upfl
+from tests.helpers.cli import done
+from tests.plugin_methods import upfl as command
 from upfl.data import Federation, Partition, Source, build_federation
 from upfl.data import large as large_module
 from upfl.data.forms import Pixels
 from upfl.data.large import federation_of
 from upfl.data.partition import Holdings, shard
 from upfl.errors import ConfigError, DataError, RunError
+from upfl.experiments.newcomers import score_on_newcomers
+from upfl.report.page import write_report
 
 
 def rows(clients: int = 12, each: int = 10, **changes: Any) -> Source:
@@ -99,11 +106,25 @@ def test_shards_hold_everything_once_and_few_classes(labels: list[int], clients:
     assert sum(len(np.unique(array[one])) for one in held) <= clients * each + boundaries
 
 
-def test_who_has_no_labels_is_new_and_is_told_of_without_a_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UPFL_CACHE", str(tmp_path / "cache"))
-    source = rows(unlabelled=[i for i in range(120) if i % 12 in (4, 9)], name="partly")
+LITTLE = ["iterations=5", "batch_size=5", "partition.new=0.25"]
+
+
+@pytest.fixture(scope="module")
+def partly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs on clients of whom c4 and c9 have no labels: `run`, where one more is new, and `alone`, where none is."""
+    folder = tmp_path_factory.mktemp("partly")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UPFL_CACHE", str(folder / "cache"))
+        source = rows(clients=16, unlabelled=[i for i in range(160) if i % 16 in (4, 9)], name="partly")
+        for name, new in (("run", "0.2"), ("alone", '["c4", "c9"]')):
+            settings = [*LITTLE, f"partition.new={new}"]
+            config = upfl.configure("label-shift", source, rounds=2, evaluate_every=1, settings=settings)
+            upfl.train(config, folder / name, source=source, workers=1)
+        yield folder
+
+
+def test_who_has_no_labels_can_only_be_new() -> None:
+    source = rows(unlabelled=[i for i in range(120) if i % 12 in (4, 9)])
     federation = build_federation(source, Partition(kind="natural", clients=12, new=0.5), 0)
     assert {"c4", "c9"} <= new_names(federation)
     with pytest.raises(DataError, match="client 'c4' has samples without labels"):
@@ -112,21 +133,56 @@ def test_who_has_no_labels_is_new_and_is_told_of_without_a_score(
         build_federation(source, Partition(kind="natural", clients=12, new=0.1), 0)
     with pytest.raises(DataError, match="take kind = 'natural'"):
         build_federation(source, Partition(kind="iid", clients=12), 0)
-    little = ["iterations=5", "batch_size=5", "partition.new=0.25"]
-    config = upfl.configure("label-shift", source, rounds=2, evaluate_every=2, settings=little)
-    run = upfl.train(config, tmp_path / "run", source=source, workers=1)
-    row = run.result["rows"][0]
-    assert sum(client["kind"] == "new" for client in row["clients"]) == 1
+
+
+@pytest.mark.parametrize(("name", "scored"), [("run", 1), ("alone", 0)])
+def test_who_has_no_labels_is_told_of_without_a_score(partly: Path, name: str, scored: int) -> None:
+    row = upfl.Run(partly / name).result["rows"][0]
+    assert sum(client["kind"] == "new" for client in row["clients"]) == scored
+    assert ("test" in row) == bool(scored)
     assert {client["name"] for client in row["unscored"]} == {"c4", "c9"}
     for client in row["unscored"]:
         assert sum(client["mix"].values()) == pytest.approx(1, abs=0.01)
         assert len(client["estimates"]) == 2
-    nobody = upfl.configure(
-        "label-shift", source, rounds=2, evaluate_every=2, settings=[*little, 'partition.new=["c4", "c9"]']
-    )
-    alone = upfl.train(nobody, tmp_path / "alone", source=source, workers=1).result["rows"][0]
-    assert "test" not in alone
-    assert len(alone["unscored"]) == 2
+
+
+@pytest.mark.parametrize(("name", "scored"), [("run", 1), ("alone", 0)])
+def test_a_report_has_the_clients_that_cannot_be_scored(partly: Path, tmp_path: Path, name: str, scored: int) -> None:
+    report = write_report([partly / name], tmp_path / "page")
+    assert report.collected.left_out == []
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert ("no labels" in page) == (not scored)
+    with (tmp_path / "page" / "tables" / "partly-unscored.csv").open() as file:
+        listed = list(csv.DictReader(file))
+    assert [client["Client"] for client in listed] == ["c4", "c9"]
+    for client in listed:
+        assert re.fullmatch(r"\d+% \(\d+% to \d+%\)", client["Estimated accuracy"])
+        assert "yes " in client["Class mix"]
+
+
+@pytest.mark.parametrize(("name", "scored"), [("run", 1), ("alone", 0)])
+def test_clients_without_labels_have_no_part_in_a_score(partly: Path, name: str, scored: int) -> None:
+    found = done("score", partly / name, "--score", "none,label-shift", "--oracles", "all", "--inductive", "--json")
+    for row in json.loads(found.out)["rows"]:
+        assert len(row["clients"]) == scored
+        assert ("test" in row) == bool(scored)
+        assert row["bound"] or [client["name"] for client in row["unscored"]] == ["c4", "c9"]
+    shown = done("score", partly / name, "--score", "none")
+    assert "New clients without labels: none" in shown.out
+    run = upfl.Run(partly / name)
+    other = score_on_newcomers(run, {"new_fraction": 0.5})["rows"][0]
+    assert (len(other["clients"]), len(other["unscored"]), "test" in other) == (scored, 2, bool(scored))
+    drawn = command("score", partly / name, "--score", "none", "--sizes", "4", "--classes", "2")
+    assert (drawn.code == 0) == bool(scored), drawn.err
+    assert scored or "new clients hold 0 classes" in drawn.err
+
+
+def test_partitions_are_shown_by_the_clients_names(partly: Path, tmp_path: Path) -> None:
+    shown = done("data", "show", "partly", "--set", "new=0.25", "-o", tmp_path / "who.svg")
+    assert re.search(r"c4 .* 10 no labels", shown.out)
+    assert "<!-- c9 -->" in (tmp_path / "who.svg").read_text()
+    names = json.loads(done("data", "show", "partly", "--set", "new=0.25", "--json").out)
+    assert sorted(names["training"]["names"] + names["new"]["names"]) == sorted(f"c{i}" for i in range(16))
 
 
 def test_a_source_in_memory_trains_resumes_and_exports_by_its_name(

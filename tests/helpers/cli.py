@@ -1,4 +1,4 @@
-"""Commands that train, and commands that are refused."""
+"""Commands that succeed, that train, and that are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from tests.plugin_methods import Said, arguments, upfl
 
 def train(out: Path, *more: str, method: str = "fedavg") -> Said:
     return upfl(*arguments(method), "--workers", "1", "--out", out, *more)
+
+
+def done(*words: str | Path) -> Said:
+    """What a command said that succeeded."""
+    said = upfl(*words)
+    assert said.code == 0, said.err
+    return said
 
 
 def refused(said: Said, out: Path, *words: str) -> None:

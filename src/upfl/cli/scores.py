@@ -125,6 +125,7 @@ def _changes(settings: list[str]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
+    from upfl.cli.tables import unscored_table
     from upfl.experiments.comparison import HARM, LARGE
 
     console = Console()
@@ -143,7 +144,7 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(
             escape(row["name"]),
             _figure(row.get("validation")),
-            f"[bold]{row['test']:.2f}[/bold]",
+            f"[bold]{_figure(row.get('test'))}[/bold]",
             *([_figure(row.get("inductive"))] if later else []),
             f"{against['difference']:+.1f} [{against['low']:+.1f}, {against['high']:+.1f}]".replace("[", "\\[")
             if against
@@ -158,6 +159,9 @@ def _show(found: dict[str, Any]) -> None:
         f"more than {HARM:g} points, p < 0.05; estimate: the newcomers' own, label-free, mean error in points"
         f"{'; oracle: bounds that know the labels' if last['bound'] else ''}.[/dim]"
     )
+    for row in found["rows"]:
+        if row.get("unscored"):
+            console.print(unscored_table(row["name"], row["unscored"]))
     for curve in found["newcomers"]:
         figures = ", ".join(f"{row['name']} {row['test']:.1f}" for row in curve["rows"])
         samples = f"{curve['mean_samples']:.4g} samples" + (

@@ -17,7 +17,7 @@ from upfl.safe.text import counted, markdown
 
 SPREAD = "10% - median - 90%"
 MOST_UNSCORED = 20
-WIDTHS = {"validation": 10, "before": 6, "after": 6, "gain": 6, SPREAD: 20}
+WIDTHS = {"validation": 10, "before": 6, "after": 6, "gain": 6, SPREAD.replace(" ", ""): 17}
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 
 
@@ -40,7 +40,7 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
         for name, width in WIDTHS.items():
             table.add_column(name, justify="right", width=width)
         for cells, style in _rows(run.result) if run else ():
-            table.add_row(*map(escape, cells), style=style)
+            table.add_row(*(escape(cell.replace(" - ", "-")) for cell in cells), style=style)
         console.print(table)
     for run in runs:
         if left_out := run.result["left_out"]:
@@ -51,29 +51,30 @@ def show_runs(runs: list[api.Run], as_json: bool) -> None:
     for run in runs:
         for row in run.result["rows"]:
             if row.get("unscored"):
-                console.print(_unscored(run, row))
+                console.print(unscored_table(f"{run.path.name}, {row_title(row['row'])}", row["unscored"]))
     console.print(
-        "[dim]before, after: the model before and after personalization, at the round of best validation; "
+        "[dim]before, after: the model before and after personalization, at the round of best validation; for rows "
+        "that refit the last layer, before is the model as it was trained, without that layer; "
         f"{SPREAD}: of the new clients' accuracies after.[/dim]"
     )
 
 
-def _unscored(run: api.Run, row: dict[str, Any]) -> Table:
+def unscored_table(title: str, clients: list[dict[str, Any]]) -> Table:
     """New clients without labels: what is told of them without a score."""
-    table = lean_table(f"New clients without labels: {escape(run.path.name)}, {escape(row_title(row['row']))}")
+    table = lean_table(f"New clients without labels: {escape(title)}")
     table.add_column("client", overflow="fold")
     for name in ("samples", "estimated accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("class mix", overflow="fold")
-    for client in row["unscored"][:MOST_UNSCORED]:
+    for client in clients[:MOST_UNSCORED]:
         likeliest = sorted(client["mix"].items(), key=lambda one: -one[1])[:3]
         mix = ", ".join(f"{name} {share:.0%}" for name, share in likeliest)
         estimates = client["estimates"]
         estimate = "{:.0%} ({:.0%}-{:.0%})".format(*estimates[-1]) if estimates else NOT_SCORED
         called = str(client["client"] if client["name"] is None else client["name"])
         table.add_row(escape(called), str(client["samples"]), estimate, escape(mix))
-    if (more := len(row["unscored"]) - MOST_UNSCORED) > 0:
-        table.add_row(f"and {more} more", "", "", "result.json has them")
+    if (more := len(clients) - MOST_UNSCORED) > 0:
+        table.add_row(f"and {more} more", "", "", "all of them: --json")
     return table
 
 

@@ -19,12 +19,16 @@ def summaries(scores: Sequence[Score], clients: bool = False) -> list[dict[str, 
     references = {score.name: score for score in scores if score.name in ("none", "calibrated")}
     rows = []
     for score in scores:
-        row: dict[str, Any] = {"name": score.name, "title": score.title, "bound": score.bound, "test": score.accuracy}
+        row: dict[str, Any] = {"name": score.name, "title": score.title, "bound": score.bound}
+        if score.right:
+            row["test"] = score.accuracy
+        if score.unscored:
+            row["unscored"] = score.unscored
         if score.validation is not None:
             row["validation"] = score.validation
         if score.later:
             right, total = np.array(score.later).sum(0)
-            row["inductive"] = 100 * right / total
+            row["inductive"] = 100 * right / max(total, 1)
         if score.estimates:
             value, low, high, truth = np.array(score.estimates).T
             row["estimate"] = {
@@ -33,7 +37,7 @@ def summaries(scores: Sequence[Score], clients: bool = False) -> list[dict[str, 
                 "covered": 100 * float(((low <= truth) & (truth <= high)).mean()),
             }
         for name, reference in references.items():
-            if name != score.name and not score.bound:
+            if name != score.name and not score.bound and score.right:
                 row[f"against_{name}"] = _against(score, reference)
         if clients:
             row["clients"] = [{"accuracy": 100 * float(r.mean()), "size": len(r)} for r in score.right]

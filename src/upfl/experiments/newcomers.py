@@ -7,7 +7,7 @@ the training clients must stay as they are, and this is checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from upfl.api import Run
 from upfl.data.federation import with_newcomers
-from upfl.engine.evaluate import score_newcomer
+from upfl.engine.evaluate import score_newcomer, unscored
 from upfl.engine.rounds import one_thread
 from upfl.methods import row_name
 from upfl.safe.folder import write_file
@@ -34,7 +34,8 @@ def score_on_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -
         return stored
     config, inputs = run.config, run.setup.inputs
     federation = with_newcomers(run.federation, config.partition, changes)
-    clients = range(len(federation.new))[: config.evaluate_clients]
+    chosen = range(len(federation.new))[: config.evaluate_clients]
+    clients = [client for client in chosen if federation.has_labels(client)]
     rows = []
     with one_thread(), ThreadPoolExecutor(workers) as pool:
         for name, personalizer in run.personalizers.items():
@@ -52,17 +53,19 @@ def score_on_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -
                     "size": size,
                 }
 
-            scored = list(pool.map(score, clients))
-            total = sum(client["size"] for client in scored)
-            rows.append(
-                {
-                    "row": row_name(run.training.name, name),
-                    "test": sum(client["accuracy"] * client["size"] for client in scored) / total,
-                    "test_before": sum(client["before"] * client["size"] for client in scored) / total,
-                    "clients": scored,
-                }
-            )
+            row: dict[str, Any] = {"row": row_name(run.training.name, name), "clients": list(pool.map(score, clients))}
+            for figure, of_client in (("test", "accuracy"), ("test_before", "before")) if clients else ():
+                row[figure] = _mean(row["clients"], of_client)
+            with torch.no_grad():
+                told = unscored(federation, inputs, personalizer, published, config.seed, config.evaluate_clients)
+            rows.append(row | ({"unscored": told} if told else {}))
     result = {"changes": dict(changes), "notes": list(federation.notes), "rows": rows}
     file.parent.mkdir(exist_ok=True)
     write_file(file, (json.dumps(result, indent=1) + "\n").encode())
     return result
+
+
+def _mean(clients: Sequence[Mapping[str, Any]], figure: str) -> float:
+    """Over the samples of all clients."""
+    total = sum(client["size"] for client in clients)
+    return float(sum(client[figure] * client["size"] for client in clients) / total)

@@ -3,6 +3,7 @@
 Nothing is trained and nothing in the run changes. Every personalizer is scored on the same state, that of the last
 checkpoint, so that all comparisons are paired. What personalizers need is fitted over the training clients as during
 the run; new clients' labels are used to count right predictions, by oracles, and to draw newcomers with given classes.
+New clients without labels have no part in a score; what can be told of them is told beside it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from upfl.contract import Personalizer, Training, Unlabelled
+from upfl.data.draft import MISSING
 from upfl.data.federation import with_newcomers
 from upfl.engine.clients import newcomer
-from upfl.engine.evaluate import validation, validation_counts
+from upfl.engine.evaluate import unscored, validation, validation_counts
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -51,14 +53,16 @@ class Score:
     name: str
     title: str
     bound: bool = False
-    right: list[NDArray[np.bool_]] = field(default_factory=list)  # of each new client's samples
+    right: list[NDArray[np.bool_]] = field(default_factory=list)  # of each new client's samples that have labels
     asked: list[NDArray[np.int64]] = field(default_factory=list)  # which samples these are
     later: list[tuple[int, int]] = field(default_factory=list)  # right, samples: personalized on one half, other scored
     estimates: list[tuple[float, float, float, float]] = field(default_factory=list)  # value, low, high, truth
     validation: float | None = None
+    unscored: list[dict[str, Any]] = field(default_factory=list)  # what is told of new clients without labels
 
     @property
     def accuracy(self) -> float:
+        """In percent, if any new client has labels."""
         return 100 * float(np.concatenate(self.right).mean())
 
 
@@ -105,6 +109,7 @@ class Scorer:
         clients = [
             (newcomer(self.federation, self.inputs, self.config.seed, i), self.inputs.y(self.federation.new.all(i)))
             for i in range(len(self.federation.new))
+            if self.federation.has_labels(i)
         ]
         scores = []
         with one_thread(), torch.no_grad():
@@ -121,6 +126,9 @@ class Scorer:
                     self.engine.cohort.own_memory,
                 )
                 score.validation = validation(counts, torch.from_numpy(self.federation.training.held_out))
+                score.unscored = unscored(
+                    self.federation, self.inputs, personalizer, self.given.published, self.config.seed
+                )
                 scores.append(score)
             for oracle in self.oracles:
                 tell(f"scoring {oracle.name}")
@@ -139,9 +147,10 @@ class Scorer:
         score = Score(personalizer.name, personalizer.title)
         for client, y in clients:
             personalized = personalizer.personalize(self.given.published, client)
-            right = (personalized.logits.argmax(1) == y).cpu().numpy()
+            asked = (y >= 0).nonzero().flatten().cpu()
+            right = (personalized.logits.argmax(1) == y).cpu()[asked].numpy()
             score.right.append(right)
-            score.asked.append(np.arange(len(y)))
+            score.asked.append(asked.numpy())
             if personalized.diary.accuracy:
                 after = personalized.diary.accuracy[-1]
                 score.estimates.append((after.value, after.low, after.high, float(right.mean())))
@@ -154,19 +163,22 @@ class Scorer:
         first, second = order[: (len(y) + 1) // 2], order[(len(y) + 1) // 2 :]
         half = replace(client, x=client.x[first])
         predicted = personalizer.personalize(self.given.published, half).predict(client.x[second])
-        return int((predicted == y[second]).sum()), len(second)
+        return int((predicted == y[second]).sum()), int((y[second] >= 0).sum())
 
     def _oracle(self, oracle: Oracle, clients: Sequence[tuple[Unlabelled, Tensor]]) -> Score:
         score = Score(oracle.name, oracle.title, bound=True)
-        for client, y in clients:
-            predicted, asked = oracle.predict(self.given.published, client, y.cpu())
-            score.right.append((predicted == y.cpu()[asked]).numpy())
-            score.asked.append(asked.numpy())
+        for client, labels in clients:
+            known = labels >= 0
+            y = labels[known].cpu()
+            predicted, asked = oracle.predict(self.given.published, replace(client, x=client.x[known]), y)
+            score.right.append((predicted == y[asked]).numpy())
+            score.asked.append(known.nonzero().flatten().cpu()[asked].numpy())
         return score
 
     def _classes(self, kind: Newcomers) -> NDArray[np.int64]:
         """The classes that newcomers can be drawn from, if there are enough."""
-        present: NDArray[np.int64] = np.unique(self.federation.source.labels[self.federation.new.indices])
+        labels = self.federation.source.labels[self.federation.new.indices]
+        present: NDArray[np.int64] = np.unique(labels[labels != MISSING])
         if not 1 <= kind.classes <= len(present):
             raise ConfigError(f"--classes {kind.classes}: new clients hold {len(present)} classes")
         return present

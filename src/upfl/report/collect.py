@@ -33,23 +33,6 @@ class ClientScore(Part):
     size: int = Field(ge=1)
 
 
-class NewRow(Part):
-    row: str
-    test: Percent
-    test_before: Percent
-    clients: tuple[ClientScore, ...]
-
-    @model_validator(mode="after")
-    def _has_new_clients(self) -> Self:
-        if not self.new_clients:
-            raise ValueError("there is no new client")
-        return self
-
-    @property
-    def new_clients(self) -> dict[int, ClientScore]:
-        return {client.client: client for client in self.clients if client.kind == "new"}
-
-
 class Unscored(Part):
     """A new client without labels."""
 
@@ -60,11 +43,26 @@ class Unscored(Part):
     estimates: tuple[tuple[float, float, float], ...] = ()
 
 
-class Row(NewRow):
+class NewRow(Part):
+    row: str
+    test: Percent | None = None  # none where no new client has labels, or none is known
+    test_before: Percent | None = None
+    clients: tuple[ClientScore, ...]
     unscored: tuple[Unscored, ...] = ()
+
+    @model_validator(mode="after")
+    def _scored_or_not(self) -> Self:
+        if len({self.test is None, self.test_before is None, not self.new_clients}) > 1:
+            raise ValueError("test, test_before and new clients with a score belong together")
+        return self
+
+    @property
+    def new_clients(self) -> dict[int, ClientScore]:
+        return {client.client: client for client in self.clients if client.kind == "new"}
+
+
+class Row(NewRow):
     validation: Percent
-    test_last: Percent
-    test_best: Percent
     best_round: int
 
 
@@ -77,8 +75,7 @@ class Result(Part):
 
 class RoundRow(Part):
     validation: Percent
-    test: Percent
-    test_before: Percent
+    test: Percent | None = None
 
 
 class Round(Part):

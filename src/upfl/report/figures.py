@@ -95,12 +95,14 @@ def colour(lines: Sequence[Line], line: Line) -> Any:
 def learning_curves(setting: Setting) -> Figure | None:
     """Validation and test accuracy against rounds, and test accuracy against gradient work."""
     work = all(round.gradients is not None for run in setting.runs for round in run.rounds)
-    if not any(len(_curve(line, "test", by_work=False)[0]) > 1 for line in setting.lines):
+    if not any(len(_curve(line, "validation", by_work=False)[0]) > 1 for line in setting.lines):
         return None
+    wanted = [("validation", False, "Training clients' validation data")]
+    if setting.new_clients:
+        wanted += [("test", by_work, "New clients") for by_work in ((False, True) if work else (False,))]
     figure = styled(11, 3.9)
-    panels = figure.subplots(1, 3 if work else 2, sharey=True)
-    wanted = [("validation", False, "Training clients' validation data"), ("test", False, "New clients")]
-    for panel, (field, by_work, title) in zip(panels, [*wanted, ("test", True, "New clients")], strict=False):
+    panels = figure.subplots(1, len(wanted), sharey=True, squeeze=False)[0]
+    for panel, (field, by_work, title) in zip(panels, wanted, strict=True):
         for line in setting.lines:
             x, mean, low, high = _curve(line, field, by_work)
             own = colour(setting.lines, line)
@@ -123,8 +125,8 @@ def _curve(line: Line, field: str, by_work: bool) -> tuple[NDArray[Any], ...]:
         work = 0.0
         for round in run.rounds:
             work += round.gradients or 0.0
-            if line.row in round.rows:
-                curves.setdefault(work if by_work else round.round, []).append(getattr(round.rows[line.row], field))
+            if line.row in round.rows and (score := getattr(round.rows[line.row], field)) is not None:
+                curves.setdefault(work if by_work else round.round, []).append(score)
     full = {x: values for x, values in curves.items() if len(values) == len(line.runs)}
     return (
         np.array(list(full)),
@@ -218,16 +220,18 @@ def sweep(setting: Setting) -> Figure | None:
         if len(keys) != 1 or not all(isinstance(line.hyper.get(keys[0]), int | float) for line in lines):
             continue
         lines.sort(key=lambda line: float(line.hyper[keys[0]]))
+        x = [float(line.hyper[keys[0]]) for line in lines]
+        intervals = [line.test for line in lines if line.test]
+        if len(intervals) < len(lines):
+            continue
         figure = styled(6, 3.4)
         panel = figure.subplots()
-        x = [float(line.hyper[keys[0]]) for line in lines]
-        intervals = [line.test for line in lines]
         panel.plot(x, [i.value for i in intervals], color=_COLOURS[-1], marker="o", label=row)
         panel.fill_between(
             x, [i.low for i in intervals], [i.high for i in intervals], color=_COLOURS[-1], alpha=0.15, linewidth=0
         )
         for line in setting.lines:
-            if line.row != row:
+            if line.row != row and line.test:
                 panel.axhline(line.test.value, color=colour(setting.lines, line), linestyle="--", label=line.label)
         panel.set_xlabel(keys[0].rstrip("_"))
         panel.set_ylabel("new clients' accuracy, %")

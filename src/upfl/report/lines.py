@@ -20,6 +20,7 @@ from upfl.statistics import Interval, Scores, bootstrap, mean_over_seeds, paired
 
 FEW = 10  # new clients below which there is no interval over them
 Seeds = tuple[int, int]  # partition seed, training seed
+Value = Callable[[Row], float | None]
 
 
 @dataclass
@@ -31,20 +32,26 @@ class Line:
     hyper: dict[str, Any]
     runs: dict[Seeds, tuple[RunData, Row]] = field(default_factory=dict)
 
-    def mean(self, value: Callable[[Row], float]) -> float:
-        return float(np.mean([value(row) for _, row in self.runs.values()]))
+    def mean(self, value: Value) -> float | None:
+        """Over the seeds that have the value."""
+        return float(np.mean(values)) if (values := self._values(value)) else None
 
-    def spread(self, value: Callable[[Row], float]) -> float | None:
-        return spread([value(row) for _, row in self.runs.values()])
+    def spread(self, value: Value) -> float | None:
+        return spread(self._values(value))
+
+    def _values(self, value: Value) -> list[float]:
+        found = (value(row) for _, row in self.runs.values())
+        return [one for one in found if one is not None]
 
     def scores(self) -> dict[Seeds, Scores]:
-        return {seeds: scores_of(row) for seeds, (_, row) in self.runs.items()}
+        return {seeds: scores_of(row) for seeds, (_, row) in self.runs.items() if row.new_clients}
 
     @cached_property
-    def test(self) -> Interval:
-        """New clients' accuracy, with the interval over clients."""
+    def test(self) -> Interval | None:
+        """New clients' accuracy, with the interval over clients; none where none of them has labels."""
         by_partition = _by_partition(self.scores())
-        return bootstrap([mean_over_seeds(list(seeds.values())) for seeds in by_partition.values()])
+        strata = [mean_over_seeds(list(seeds.values())) for seeds in by_partition.values()]
+        return bootstrap(strata) if strata else None
 
     def against(self, other: Line) -> Interval | None:
         """The difference to another line on the same clients, over the seeds that both have."""
@@ -106,7 +113,7 @@ class Setting:
     @property
     def few(self) -> bool:
         """Whether a bootstrap over so few clients would say more than they know."""
-        return self.new_clients < FEW
+        return 0 < self.new_clients < FEW
 
     @property
     def title(self) -> str:

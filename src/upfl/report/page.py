@@ -18,9 +18,9 @@ from pathlib import Path
 
 from upfl import __version__
 from upfl.errors import RunError
-from upfl.methods import ROWS, row_title
+from upfl.methods import ROWS
 from upfl.report import figures, rendering, tables
-from upfl.report.collect import Collected, Row, RunData, collect, names
+from upfl.report.collect import Collected, RunData, collect, names
 from upfl.report.lines import Setting, arrange, titles
 from upfl.report.tables import Table
 from upfl.safe.folder import write_file
@@ -110,7 +110,7 @@ def _stems(settings: Sequence[Setting]) -> list[str]:
 
 def _card(setting: Setting, title: str, stem: str, reference: str | None) -> str:
     """The row of a setting that validation chooses, at a glance: who picks by test accuracy picks luck, too."""
-    best = max(setting.lines, key=lambda line: line.mean(lambda row: row.validation))
+    best = max(setting.lines, key=lambda line: line.mean(lambda row: row.validation) or 0.0)
     base = setting.reference(reference)
     against = best.against(base) if base and best is not base else None
     words = f"{title}: {best.label}"
@@ -119,10 +119,11 @@ def _card(setting: Setting, title: str, stem: str, reference: str | None) -> str
         words += f", {against.value:+.1f}{interval} against {base.label}"
     if setting.few:
         words += f"; {setting.new_clients} new clients are too few for an interval"
+    test = best.mean(lambda row: row.test)
     return (
         f'<a class="card" href="#{escape(stem)}-section">'
         '<div class="what">new clients, under the row of best validation</div>'
-        f'<div class="big">{best.mean(lambda row: row.test):.1f}%</div><div>{escape(words)}</div></a>'
+        f'<div class="big">{"no labels" if test is None else f"{test:.1f}%"}</div><div>{escape(words)}</div></a>'
     )
 
 
@@ -172,8 +173,7 @@ def _setting(report: Report, setting: Setting, title: str, stem: str, reference:
             figures.diary,
             setting,
         ),
-        "<h3>Who gained, who lost</h3>",
-        _table(report, tables.clients_table(setting, f"{stem}-clients", reference)),
+        _part(report, "Who gained, who lost", tables.clients_table(setting, f"{stem}-clients", reference)),
         _figure(
             report,
             f"{stem}-changes",
@@ -193,9 +193,14 @@ def _setting(report: Report, setting: Setting, title: str, stem: str, reference:
             setting,
             reference,
         ),
+        _part(report, "New clients without labels", tables.unscored_table(setting, f"{stem}-unscored")),
         "</section>",
     ]
     return "\n".join(parts)
+
+
+def _part(report: Report, title: str, table: Table) -> str:
+    return f"<h3>{escape(title)}</h3>{_table(report, table)}" if table.rows else ""
 
 
 def _table(report: Report, table: Table) -> str:
@@ -241,35 +246,14 @@ def _run(run: RunData, name: str) -> str:
         f"{run.config.partition_seed}, commit <code>{escape(commits[:12])}</code></summary>"
         f"<p><code>{escape(str(run.path))}</code></p><p>Commit: <code>{escape(commits)}</code></p>"
         f"<ul>{sessions or '<li>worked on by: unknown</li>'}</ul><pre>{escape(run.config.to_toml())}</pre></details>\n"
-        f"{''.join(map(_unscored, run.result.rows))}"
-    )
-
-
-def _unscored(row: Row) -> str:
-    """New clients without labels: their class mix, and the accuracy that is estimated."""
-    if not row.unscored:
-        return ""
-    lines = []
-    for client in row.unscored:
-        mix = ", ".join(
-            f"{name} {share:.0%}" for name, share in sorted(client.mix.items(), key=lambda one: -one[1])[:5]
-        )
-        estimate = "{:.0%} ({:.0%} to {:.0%})".format(*client.estimates[-1]) if client.estimates else "none"
-        called = client.name or str(client.client)
-        lines.append(
-            f"<tr><td>{escape(called)}</td><td>{client.samples}</td><td>{estimate}</td><td>{escape(mix)}</td></tr>"
-        )
-    head = "<tr><th>client</th><th>samples</th><th>estimated accuracy</th><th>class mix</th></tr>"
-    return (
-        f"<details><summary>{escape(row_title(row.row))}: {len(row.unscored)} new clients without labels</summary>"
-        f"<table>{head}{''.join(lines)}</table></details>\n"
     )
 
 
 _READING = """<section id="reading"><h2>How to read this</h2><dl>
 <dt>Validation, before, test</dt><dd>Percent of samples, all clients together. Validation: training clients,
 personalized on their unlabelled validation data. Test: new clients after personalization on their own unlabelled data;
-before: the model that they receive. All at the round with the best validation accuracy of the row.</dd>
+before: the model that they receive (where the last layer is refitted, the model as it was trained, without that
+layer). All at the round with the best validation accuracy of the row.</dd>
 <dt>&plusmn;</dt><dd>Standard deviation over runs with other seeds, where there are several.</dd>
 <dt>[low, high]</dt><dd>95% interval of the difference between two rows, from a bootstrap over new clients: clients are
 drawn anew with replacement, the same for both rows (paired), 10,000 times. Where it excludes 0, the difference is not

@@ -98,6 +98,8 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
         rows.append(row)
     _mark(rows, [1, 3])
     notes = [f"{setting.title}: {setting.description}. Percent; test is the accuracy on new clients."]
+    if not setting.new_clients:
+        notes.append("No new client has labels, so that there is no score.")
     if setting.few:
         notes.append(f"{setting.new_clients} new clients are too few for an interval over clients.")
     if compare and not setting.is_the_papers:
@@ -115,7 +117,9 @@ def _beside_the_paper(setting: Setting, line: Line) -> list[Cell]:
     figure = setting.figure(line.row)
     if figure is None:
         return [Cell(), Cell()]
-    difference = line.mean(lambda row: row.test) - figure.test
+    if line.test is None:
+        return [Cell(figure.test, figure.test_spread), Cell()]
+    difference = (line.mean(lambda row: row.test) or 0.0) - figure.test
     beyond = setting.is_the_papers and abs(difference) > 1.96 * math.sqrt(2) * line.test.error
     return [Cell(figure.test, figure.test_spread), Cell(difference, signed=True, flag=beyond)]
 
@@ -155,12 +159,13 @@ def newcomer_values(setting: Setting, line: Line, variable: str) -> dict[float, 
     for run, row in line.runs.values():
         if not run.newcomers:
             continue
-        values.setdefault(float(getattr(run.config.partition, variable)), []).append(row.test)
+        scored = [(float(getattr(run.config.partition, variable)), row.test)]
         for other in run.newcomers:
             if list(other.changes) == [variable]:
-                values.setdefault(float(other.changes[variable]), []).extend(
-                    r.test for r in other.rows if r.row == line.row
-                )
+                scored += [(float(other.changes[variable]), r.test) for r in other.rows if r.row == line.row]
+        for value, test in scored:
+            if test is not None:
+                values.setdefault(value, []).append(test)
     return dict(sorted(values.items()))
 
 
@@ -198,7 +203,7 @@ def newcomers_table(setting: Setting, name: str, variable: str) -> Table:
 
 
 def clients_table(setting: Setting, name: str, reference: str | None) -> Table:
-    """Who gained and who lost."""
+    """Who gained and who lost, of the new clients that have labels."""
     base = setting.reference(reference)
     columns = [Column("Method", text=True)]
     columns += [Column(title, group="accuracy of a new client") for title in ("10%", "Median", "90%")]
@@ -206,7 +211,7 @@ def clients_table(setting: Setting, name: str, reference: str | None) -> Table:
     if base:
         columns += [Column(title, group=f"against {base.label}") for title in ("Better", "Worse", "Alike")]
     rows = []
-    for line in setting.lines:
+    for line in setting.lines if setting.new_clients else ():
         before, after = line.clients()
         row = [Cell(line.label), *(Cell(float(p), digits=1) for p in np.percentile(after, [10, 50, 90]))]
         row += _signs(after - before)
@@ -214,6 +219,29 @@ def clients_table(setting: Setting, name: str, reference: str | None) -> Table:
             row += _signs(line.client_differences(base)) if line is not base else [Cell()] * 3
         rows.append(row)
     return Table(name, f"{setting.title}: who gained, who lost", columns, rows, ["Numbers of new clients."])
+
+
+MOST = 50  # clients without labels that are listed for a line
+
+
+def unscored_table(setting: Setting, name: str) -> Table:
+    """New clients without labels: their class mix, and the accuracy that is estimated."""
+    columns = [Column("Method", text=True), Column("Run", text=True), Column("Client", text=True), Column("Samples")]
+    columns += [Column("Estimated accuracy", text=True), Column("Class mix", text=True)]
+    rows, more = list[list[Cell]](), 0
+    for line in setting.lines:
+        for run, row in line.runs.values():
+            more += max(len(row.unscored) - MOST, 0)
+            for client in row.unscored[:MOST]:
+                likeliest = sorted(client.mix.items(), key=lambda one: -one[1])[:5]
+                estimate = "{:.0%} ({:.0%} to {:.0%})".format(*client.estimates[-1]) if client.estimates else "none"
+                mix = ", ".join(f"{name} {share:.0%}" for name, share in likeliest)
+                told = (line.label, run.name, str(client.client) if client.name is None else client.name)
+                rows.append([*map(Cell, told), Cell(client.samples, digits=0), Cell(estimate), Cell(mix)])
+    notes = ["They cannot be scored. The accuracy is estimated without labels, with its 95% interval."]
+    if more:
+        notes.append(f"{more} more are in the runs' result.json.")
+    return Table(name, f"{setting.title}: new clients without labels", columns, rows, notes)
 
 
 def _signs(differences: Any) -> list[Cell]:
