@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upfl.data import Partition, Source, build_federation
+from upfl.data import Partition, Source, build_federation, standardize
+from upfl.data.cache import open_array
 from upfl.data.forms import Vectors
-from upfl.data.standardize import standardized, sums_of
+from upfl.data.standardize import Sums, standardized, sums_of
 
 rows = st.lists(st.lists(st.floats(-(2.0**49), 2.0**49, width=32), min_size=2, max_size=2), min_size=1, max_size=30)
 FORM = Vectors(features=("a", "b"))
@@ -35,10 +37,23 @@ def test_sums_of_parts_add_up_to_the_same_bits(values: list[list[float]], data: 
     x = np.array(values, np.float32)
     order = np.array(data.draw(st.permutations(range(len(x)))))
     cut = data.draw(st.integers(0, len(x)))
-    whole, parts = sums_of(x, np.arange(len(x))), sums_of(x, order[:cut]) + sums_of(x, order[cut:])
+    whole, one, other = (sums_of(x, rows) for rows in (np.arange(len(x)), order[:cut], order[cut:]))
+    parts = Sums(one.count + other.count, one.values + other.values, one.squares + other.squares)
+    assert whole.plausible
     assert standardized(FORM, whole) == standardized(FORM, parts)
     assert (whole.values == parts.values).all()
     assert (whole.squares == parts.squares).all()
+
+
+def test_a_file_that_is_mapped_gives_the_sums_of_its_rows(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    mapped, chosen = open_array(tmp_path / "x.npy"), np.array([3, 49, 7, 20])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standardize, "ROWS", 8)
+        for given, expected in ((mapped, x), (mapped[::-1], x[::-1])):
+            found = sums_of(given, chosen)
+            assert (found.squares == sums_of(expected[chosen], np.arange(4)).squares).all()
 
 
 def test_newcomers_and_validation_data_change_nothing() -> None:

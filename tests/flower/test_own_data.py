@@ -21,6 +21,7 @@ from upfl.engine.setup import assemble
 from upfl.flower import cohort
 from upfl.flower.terms import nobody
 from upfl.randomness import seed_of
+from upfl.report.page import write_report
 
 
 def test_nodes_with_files_of_their_own_train_what_the_engine_would_on_all_of_them(tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_nodes_with_files_of_their_own_train_what_the_engine_would_on_all_of_the
     assert ours["validation"] == theirs["validation"] > 0
     assert ours["clients"] == theirs["clients"]
     assert "test" not in ours, "there are no new clients to score"
+    assert write_report([tmp_path / "flower"], tmp_path / "page").collected.left_out == []
     assert "| - |" in markdown_table([api.Run(tmp_path / "flower")])
 
 

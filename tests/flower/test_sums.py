@@ -130,6 +130,26 @@ def test_data_of_ones_own_are_added_up_securely(keys: Path, tmp_path: Path) -> N
     assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
 
 
+@pytest.mark.bits
+def test_features_are_standardized_by_a_secure_sum(keys: Path, tmp_path: Path) -> None:
+    task, own = tmp_path / "task.toml", {}
+    task.write_text(
+        'name = "wards"\nclasses = ["ill", "well"]\nclients = 3\n[input]\nkind = "vectors"\nfeatures = ["a", "b"]\n'
+    )
+    for node, about in secure_nodes(keys).items():
+        if (client := about["client"]) < 3:
+            x = np.random.default_rng(client).normal(client, 5, (20, 2))
+            np.savez(tmp_path / f"{client}.npz", x=x, y=(x[:, 0] > client).astype(np.int64))
+            own[node] = {**about, "data": str(tmp_path / f"{client}.npz")}
+    config = small("fedavg", rounds=1, **ALL)
+    plain = {node: {"client": about["client"], "data": about["data"]} for node, about in own.items()}
+    grid = LinkGrid(own)
+    federated(config, tmp_path / "secure", grid, secure=True, task=task)
+    federated(config, tmp_path / "plain", InProcessGrid(plain), task=task)
+    assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
+    assert "query.features" not in {step for _, step, _ in grid.asked}
+
+
 @pytest.mark.parametrize("step", ["advertise", "share", "mask", "agree", "unmask"])
 def test_nodes_killed_at_a_step_leave_the_sum_of_those_that_remain(step: str, keys: Path, tmp_path: Path) -> None:
     """Two of eight, in the second round; the run goes on, and is that of nodes that were away from then on."""

@@ -67,6 +67,14 @@ class Federation:
             return None
         return bytes(self.source.clients[self.named[role][client]]).decode("utf-8", "replace")
 
+    def names(self, role: Role, most: int | None = None) -> list[str]:
+        """What the data call the clients of a role, or the first of them; empty where they name none."""
+        found = (self.name(role, client) for client in range(len(self.named.get(role, ())))[:most])
+        return [name for name in found if name is not None]
+
+    def roles(self) -> tuple[tuple[Role, Clients], ...]:
+        return ("training", self.training), ("new", self.new)
+
     def has_labels(self, newcomer: int) -> bool:
         """Whether a new client can be scored at all."""
         return bool((self.source.labels[self.new.all(newcomer)] != MISSING).any())
@@ -100,7 +108,7 @@ def build_federation(source: Source, partition: Partition, seed: int, architectu
     notes += _notes(source, partition, training, new)
     if isinstance(source.form, Vectors) and not source.form.mean:
         seen = training.first(training.train_counts).indices
-        source = replace(source, form=standardized(source.form, sums_of(np.asarray(source.x), seen)))
+        source = replace(source, form=standardized(source.form, sums_of(source.x, seen)))
     return Federation(source, training, new, public, tuple(notes), seed, tuple(architectures), named)
 
 

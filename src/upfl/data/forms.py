@@ -129,6 +129,12 @@ class Vectors(_Form):
         return (len(self.features),)
 
     @property
+    def unchanged(self) -> Vectors:
+        """The form that takes values as they are."""
+        width = len(self.features)
+        return self.model_copy(update={"mean": (0.0,) * width, "std": (1.0,) * width})
+
+    @property
     def in_words(self) -> str:
         some = ", ".join(self.features[:8]) + (", ..." if len(self.features) > 8 else "")
         return f"Rows of {len(self.features)} features ({some})"

@@ -1,7 +1,8 @@
 """Samples that somebody brings to a model whose form is known: a newcomer without labels, a node's owner with them.
 
-Images are read by `files`. Rows of features and texts come as arrays ([n, d], in the order of the features), or as
-tables (CSV, Parquet) whose columns have the features' names; of texts, `text` or the only column of texts counts.
+Images are read by `files`. Rows of features and texts come as arrays ([n, d], in the order of the features). All come
+as tables, too (CSV, Parquet, a Hugging Face folder): columns have the features' names; of texts and images, the column
+that the form names, `image`, or the only one there is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from upfl.data import files
 from upfl.data.arrays import arrays_in
 from upfl.data.draft import MISSING
 from upfl.data.forms import Form, Pixels, Tokens, Vectors
-from upfl.data.own import cells, tables
+from upfl.data.own import cells, huggingface, tables
 from upfl.data.own.arrays import finite
+from upfl.data.own.folders import decoded
 from upfl.data.own.options import existing
 from upfl.data.samples import Numbers, Samples
 from upfl.errors import DataError
@@ -32,15 +34,15 @@ def unlabelled(x: Given, form: Form) -> Samples:
     """Samples for a model of a form: an array, texts, or the path of a file or a folder."""
     if isinstance(x, Samples):
         return x
-    if isinstance(form, Pixels):
-        if isinstance(x, (str, Path)):
-            return files.load_unlabelled(x, form.image, form.scale)
-        return files.from_array(x, form.image, form.scale)
     if isinstance(x, (str, Path)):
         path = existing(x)
-        if path.suffix.lower() in tables.SUFFIXES:
-            return _from_table(path, form)
+        if (table := _table(path)) is not None:
+            return _from_table(table, form)
+        if isinstance(form, Pixels):
+            return files.load_unlabelled(x, form.image, form.scale)
         return _from_array(_array(path), form, str(path))
+    if isinstance(form, Pixels):
+        return files.from_array(x, form.image, form.scale)
     if isinstance(form, Tokens) and form.words:
         return _from_texts(x, form)
     return _from_array(np.asarray(x), form, "x")
@@ -48,19 +50,21 @@ def unlabelled(x: Given, form: Form) -> Samples:
 
 def labelled(path: str | Path, form: Form, class_names: Sequence[str], label: str = "label") -> Samples:
     """Samples with their labels, as numbers in the order of `class_names`: of tables, those in the column `label`."""
-    if isinstance(form, Pixels):
-        return files.load_labelled(path, form.image, class_names, form.scale)
     path = existing(path)
-    if path.suffix.lower() in tables.SUFFIXES:
-        column = tables.open_table(path).column(label)
+    if (table := _table(path)) is not None:
+        column = table.column(label)
         names = [str(value) for value in column.values.tolist()]
+        if known := (table.class_names or {}).get(label):
+            names = [known[int(name)] if name.isdigit() and int(name) < len(known) else name for name in names]
         numbers = {name: number for number, name in enumerate(class_names)}
         if strange := [name for name in names if name not in numbers]:
             raise DataError(f"{column.where}: {unknown('class', strange[0], class_names)}")
         if (missing := column.codes == MISSING).any():
             raise DataError(f"{column.where}: {column.first(missing)} has no label; who trains needs labels")
         labels = np.array([numbers[name] for name in names], np.int64)[column.codes]
-        return replace(_from_table(path, form), labels=labels)
+        return replace(_from_table(table, form), labels=labels)
+    if isinstance(form, Pixels):
+        return files.load_labelled(path, form.image, class_names, form.scale)
     arrays = arrays_in(path) if path.suffix == ".npz" else {}
     if missing_arrays := {"x", "y"} - arrays.keys():
         raise DataError(f"{path}: there is no array {' and no array '.join(sorted(missing_arrays))}")
@@ -100,28 +104,30 @@ def _from_texts(x: Any, form: Tokens) -> Samples:
     return Samples(form.padded([form.tokens(text) for text in texts]), 1.0, Numbers(len(texts)))
 
 
-def _from_table(path: Path, form: Form) -> Samples:
-    table = tables.open_table(path)
-    if isinstance(form, Vectors):
-        names = _feature_columns(table, form)
+def _table(path: Path) -> tables.Table | None:
+    """A table that is not read yet, if a path is one."""
+    if path.suffix.lower() in tables.SUFFIXES:
+        return tables.open_table(path)
+    return huggingface.open_folder(path) if huggingface.is_folder(path) else None
 
-        def convert(part: Any, start: int) -> NDArray[Any]:
+
+def _from_table(table: tables.Table, form: Form) -> Samples:
+    names = _feature_columns(table, form) if isinstance(form, Vectors) else [_column(table, form)]
+
+    def convert(part: Any, start: int) -> NDArray[Any]:
+        if isinstance(form, Vectors):
             return cells.rows(part, start, form, table.where)
-    else:
-        assert isinstance(form, Tokens)
-        names = [_text_column(table, form)]
-
-        def convert(part: Any, start: int) -> NDArray[Any]:
-            read: Any = cells.texts if form.words else cells.tokens
-            found: NDArray[Any] = read(part, start, form, table.where)
-            return found
+        if isinstance(form, Tokens):
+            return (cells.texts if form.words else cells.tokens)(part, start, form, table.where)
+        images = list(cells.images(part, start, table.where, table.folder))
+        return np.concatenate([np.empty((0, *form.shape), np.uint8), *decoded(images, form.image, resize=False)])
 
     parts = list(tables.converted(table, names, convert))
     if not sum(map(len, parts)):
-        raise DataError(f"{path}: there are no rows in it")
+        raise DataError(f"{table.where}: there are no rows in it")
     x = np.concatenate(parts)
     skipped = tuple(f"column '{name}'" for name in table.types if name not in names)
-    return Samples(x, 1.0, Numbers(len(x)), skipped=skipped)
+    return Samples(x, 255.0 if isinstance(form, Pixels) else 1.0, Numbers(len(x)), skipped=skipped)
 
 
 def _feature_columns(table: tables.Table, form: Vectors) -> list[str]:
@@ -136,12 +142,17 @@ def _feature_columns(table: tables.Table, form: Vectors) -> list[str]:
     return list(form.features)
 
 
-def _text_column(table: tables.Table, form: Tokens) -> str:
-    if form.column in table.types:
-        return form.column
-    wanted = [name for name, kind in table.types.items() if (str(kind) == "string") == form.words]
+def _column(table: tables.Table, form: Tokens | Pixels) -> str:
+    """The column with the texts or the images."""
+    usual = form.column if isinstance(form, Tokens) else "image"
+    if usual in table.types:
+        return usual
+    if isinstance(form, Tokens):
+        wanted = [name for name, kind in table.types.items() if (str(kind) == "string") == form.words]
+    else:
+        wanted = [name for name, kind in table.types.items() if "binary" in str(kind)]
     if len(wanted) != 1:
         raise DataError(
-            f"{table.where}: name the column with the texts `{form.column}`; it has {', '.join(table.types)}"
+            f"{table.where}: name the column with the {form.noun} `{usual}`; it has {', '.join(table.types)}"
         )
     return wanted[0]

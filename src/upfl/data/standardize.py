@@ -2,14 +2,17 @@
 
 A client's part is its sums of values and of squares. Each value is rounded to a fixed point and added as whole numbers,
 in digits of 32 bits, so the sums are exact: who holds which samples, and in which order they are added, changes no bit.
-The same function serves a data set on this machine and a node of a federation (`flower/`), whose digits are added.
+The same function serves a data set on this machine and a node of a federation (`flower/`), whose digits are added up.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from mmap import mmap
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +35,11 @@ class Sums:
     values: NDArray[np.int64]
     squares: NDArray[np.int64]
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.count + other.count, self.values + other.values, self.squares + other.squares)
+    @property
+    def plausible(self) -> bool:
+        """Whether so many rows can have these sums: the first digit of a square is the largest, below 2^36."""
+        digits = (self.values, self.squares)
+        return 0 < self.count < 2**26 and all(int(np.abs(d).max()) <= self.count << 36 for d in digits)
 
 
 def sums_of(x: NDArray[np.float32], indices: NDArray[np.int64]) -> Sums:
@@ -41,11 +47,24 @@ def sums_of(x: NDArray[np.float32], indices: NDArray[np.int64]) -> Sums:
     width = x.shape[1]
     values, squares = np.zeros((len(VALUES), width), np.int64), np.zeros((len(SQUARES), width), np.int64)
     ordered = np.sort(indices)  # what lies together is read together
-    for start in range(0, len(ordered), ROWS):
-        rows = x[ordered[start : start + ROWS]].astype(np.float64)
+    for start, block in _blocks(x):
+        first, last = np.searchsorted(ordered, (start, start + len(block)))
+        rows = block[ordered[first:last] - start].astype(np.float64)
         _add(values, rows, VALUES)
         _add(squares, np.square(rows, out=rows), SQUARES)
     return Sums(len(ordered), values, squares)
+
+
+def _blocks(x: NDArray[np.float32]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """All rows, a block at a time. A file that is mapped into memory is read instead: its pages would all count."""
+    if not isinstance(x, np.memmap) or not isinstance(x.base, mmap):  # a part of a file, perhaps
+        yield from ((start, x[start : start + ROWS]) for start in range(0, len(x), ROWS))
+        return
+    with Path(x.filename).open("rb") as file:
+        file.seek(x.offset)
+        for start in range(0, len(x), ROWS):
+            shape = (min(ROWS, len(x) - start), *x.shape[1:])
+            yield start, np.fromfile(file, x.dtype, math.prod(shape)).reshape(shape)
 
 
 def _add(total: NDArray[np.int64], rows: NDArray[np.float64], exponents: range) -> None:

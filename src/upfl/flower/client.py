@@ -78,6 +78,12 @@ def fit(message: Message, context: Context) -> RecordDict:
     return RecordDict({ARRAYS: to_record(node.fitted(stage))})
 
 
+@app.query("features")
+@answering
+def features(message: Message, context: Context) -> RecordDict:
+    return RecordDict({ARRAYS: to_record(plain(message, context).feature_sums())})
+
+
 @app.evaluate()
 @answering
 def evaluate(message: Message, context: Context) -> RecordDict:

@@ -15,6 +15,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from upfl.contract import CrossFitted, Fit
+from upfl.data.standardize import Sums
 from upfl.engine.cohort import NEW_CLIENTS, Cohort, Tell
 from upfl.engine.evaluate import Scores, held_out, newcomer_counts, no_counts, validating
 from upfl.engine.fitting import clients_of, fit_rounds
@@ -23,6 +24,7 @@ from upfl.engine.folder import Progress
 from upfl.engine.group import Group
 from upfl.engine.setup import Setup
 from upfl.errors import BadClientError, StoppedError
+from upfl.flower import features
 from upfl.flower.masked import kind_of
 from upfl.flower.messages import (
     ARRAYS,
@@ -79,7 +81,7 @@ class NodeCohort(Cohort):
         self._meet()
         order, count = self.order(round)
         held, connected = self.setup.federation.training.train_counts, set(self.nodes.values())
-        return sorted([client for client in order if client in connected and held[client]][:count])
+        return sorted([client for client in order.tolist() if client in connected and held[client]][:count])
 
     def _meet(self) -> None:
         """Look who is connected, ask strangers who they are, and wait until there are enough."""
@@ -124,6 +126,31 @@ class NodeCohort(Cohort):
 
     def _exchange(self, messages: Sequence[Message], what: str) -> Iterator[tuple[int, Message]]:
         return exchange(self.grid, messages, self.settings.timeout, what)
+
+    def feature_sums(self) -> Sums:
+        """Sums of features over the training nodes that are there, before the first round."""
+        self._meet()
+        clients, width = sorted(self.nodes.values()), self.setup.federation.source.form.shape[0]
+        total = features.empty_sum(width, len(clients))
+        if self.sums:
+            work = Work({"terms": self.terms.model_dump_json(), "work": "features", "round": 0}, ArrayRecord())
+            self.sums.add(work, clients, total, self.settings.min_nodes)
+        else:
+            messages = [self._message(node, "query.features", {}) for node in self.nodes]
+            for node, reply in self._exchange(messages, "features"):
+                try:
+                    total.check(up := arrays_of(reply))
+                    if not features.from_state(up).plausible:
+                        raise BadClientError("its sums of features cannot be such")
+                    total.add(up)
+                except BadClientError as error:
+                    log(WARNING, "features are standardized without client %d: %s", self.nodes[node], error)
+        found = features.from_state({name: total[name] for name in total})
+        if total.count < self.settings.min_nodes or not found.plausible:
+            raise StoppedError(
+                f"{total.count} nodes gave good sums of features, and {self.settings.min_nodes} are needed (min-nodes)"
+            )
+        return found
 
     # Rounds
 

@@ -113,6 +113,8 @@ def _vector(node: TrainingNode, session: Session) -> Vector:
             up = clipped(up, node.terms.privacy.clip)
     elif work == "fit" and node.takes_part(fit := node.fit()):
         up, scales = fit.checked(node.fitted(fit)), fit.scales
+    elif work == "features":
+        up = node.feature_sums()
     elif work == "evaluate" and (scores := node.scored()):
         up = {name: rows_of(node, counts) for name, counts in scores.items()}
     if up is None:

@@ -21,6 +21,8 @@ from upfl import bundle, plugins
 from upfl.bundle import Bundle
 from upfl.config import Config
 from upfl.contract import Published, needs_of
+from upfl.data.forms import Vectors
+from upfl.data.standardize import standardized
 from upfl.engine.fitting import fit_by, require_data
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import upload_like
@@ -64,8 +66,13 @@ def train(grid: Grid, settings: Settings, observer: Observer | None = None) -> R
         task = FederationTask.of(federation.source, len(federation.training))
     setup = assemble(config, federation)
     require_fit(setup, settings.privacy)
+    if task.open and settings.privacy:
+        raise ConfigError(f"{settings.task}: clip and noise do not cover sums of features: give input.mean, input.std")
     folder = _folder(settings, config, task)
     terms = Terms.model_validate_json(folder.terms())
+    if task.open:
+        terms = _standardized(NodeCohort(setup, grid, settings, terms), folder)
+        setup = assemble(config, unseen_federation(terms.task))
     engine = Engine(folder, NodeCohort(setup, grid, settings, terms))
     engine.run(observer or _Log())
     if not (settings.out / BUNDLE).exists():
@@ -109,9 +116,23 @@ def _folder(settings: Settings, config: Config, task: FederationTask) -> RunFold
     folder = RunFolder.open(path)
     terms = Terms.model_validate_json(folder.terms())
     described = (config.to_toml(), task, private, settings.secure)
-    if (terms.config.to_toml(), terms.task, terms.privacy, terms.secure) != described:
+    held = terms.task.unstandardized if task.open else terms.task
+    if (terms.config.to_toml(), held, terms.privacy, terms.secure) != described:
         raise ConfigError(f"{path}: holds another run than the one described; choose another out")
     return folder
+
+
+def _standardized(cohort: NodeCohort, folder: RunFolder) -> Terms:
+    """The run's terms with mean and deviation of the nodes' features: found once, kept in the run folder."""
+    terms = cohort.terms
+    if not terms.task.open:
+        return terms
+    form, sums = terms.task.input, cohort.feature_sums()
+    assert isinstance(form, Vectors)
+    task = terms.task.model_copy(update={"input": standardized(form, sums)})
+    log(INFO, "features are standardized by %d rows of %d nodes", sums.count, len(cohort.nodes))
+    folder.save_terms(terms.model_copy(update={"task": task}).model_dump_json(indent=1))
+    return Terms.model_validate_json(folder.terms())
 
 
 def _checked(engine: Engine[Any], published: Published, private: bool) -> Published:

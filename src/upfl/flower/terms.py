@@ -103,20 +103,31 @@ class FederationTask(TaskSection):
         """A task file, or the `source.toml` of a data set that was added, of which its samples do not count."""
         told = {key: value for key, value in read_toml(path).items() if key not in OF_A_SOURCE}
         task: FederationTask = validated(cls, told, str(path))
-        if isinstance(task.input, Vectors) and not task.input.mean:
-            raise ConfigError(
-                f"{path}: input.mean and input.std are missing: nodes' features are not summed up to find them; give a "
-                "value for each feature, as a federation on one machine has them in its bundle's manifest"
-            )
         return task
 
     @classmethod
     def of(cls, source: Source, clients: int) -> FederationTask:
         return cls(name=source.name, classes=source.class_names, input=source.form, clients=clients)
 
+    @property
+    def open(self) -> bool:
+        """Whether mean and deviation of features are not known yet: sums over nodes will tell (`feature_sums`)."""
+        return isinstance(self.input, Vectors) and not self.input.mean
+
+    @property
+    def unstandardized(self) -> FederationTask:
+        """As it was before anything was known of the nodes' features."""
+        if not isinstance(self.input, Vectors):
+            return self
+        return self.model_copy(update={"input": self.input.model_copy(update={"mean": (), "std": ()})})
+
     def source(self, x: NDArray[Any], labels: Indices, scale: float) -> Source:
         """Samples of this task as a data set of their own."""
-        form = self.input.model_copy(update={"scale": scale}) if isinstance(self.input, Pixels) else self.input
+        form: Form = self.input
+        if isinstance(form, Pixels):
+            form = form.model_copy(update={"scale": scale})
+        elif isinstance(form, Vectors) and self.open:
+            form = form.unchanged
         return Source(self.name, x, labels, self.classes, len(labels), None, form)
 
 

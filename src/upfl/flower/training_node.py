@@ -13,12 +13,15 @@ from contextlib import AbstractContextManager
 from logging import ERROR
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.common.logger import log
 from torch import Tensor
 
 from upfl.contract import Fit, HasNeeds, needs_of
+from upfl.data.forms import Vectors
+from upfl.data.standardize import sums_of
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import score_validation, shown_to
 from upfl.engine.fitting import fit_client
@@ -27,6 +30,7 @@ from upfl.engine.local import train_client
 from upfl.engine.rounds import matrix_precision
 from upfl.engine.setup import assemble
 from upfl.errors import ConfigError, RunError
+from upfl.flower import features
 from upfl.flower.messages import ARRAYS, OWN, facts_of, from_record, to_record, unpack
 from upfl.flower.terms import Node, Terms, node_federation
 from upfl.personalize.likeness import LikenessCheck
@@ -73,6 +77,13 @@ class TrainingNode:
         return all_aligned(to_device(memory, self.setup.device))
 
     # Work
+
+    def feature_sums(self) -> State:
+        """Sums of its train split's features as they are, from which all nodes' features are standardized."""
+        source, own = self.setup.federation.source, self.setup.federation.training.train(self.id)
+        if not isinstance(source.form, Vectors):
+            raise ConfigError("this run's samples are no rows of features").public()
+        return features.to_state(sums_of(np.asarray(source.x), own))
 
     def trained(self) -> Mapping[str, Tensor]:
         """One round of this node's client: what goes up."""
