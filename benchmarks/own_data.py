@@ -2,9 +2,12 @@
 
     python -m benchmarks.own_data images --folder F     100,000 images in 10,000 client folders
     python -m benchmarks.own_data table --folder F      a Parquet file of 5 million rows x 32 features with 1,000,000
-                                                        clients, one of 5,000 rows with 1,000; trains on both
+                                                        clients, one of 5,000 rows with 1,000; trains on both, in
+                                                        turns; `--pairs 3` says how often
+    ... table --folder F --pairs 3 --added              the same without adding them anew
 
 Files are made in F, the cache folder is F/cache. Each command runs in a process of its own, whose peak memory is told.
+The first start on many clients works out who holds what, and is the first line of it; `--added` skips it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-ROUNDS = 8
+ROUNDS = 24
 
 
 def measured(command: list[str], folder: Path) -> dict[str, Any]:
@@ -90,7 +94,8 @@ import upfl
 class Watch:
     times, work = [], []
     def tick(self): self.times.append(time.perf_counter()), self.work.append(time.process_time())
-    def begin(self, run): self.tick()
+    def begin(self, run): self.tick(), self.memory()
+    def memory(self): self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     def note(self, text): pass
     def stage(self, what): pass
     def round(self, metrics): self.tick()
@@ -101,7 +106,7 @@ config = upfl.configure("fedavg", name, settings=few, **scale)
 upfl.train(config, out, workers=1, observer=watch)
 between = lambda ticks: [b - a for a, b in zip(ticks, ticks[1:])][1:-1]  # not the first, not the one that is scored
 rounds = {"rounds_s": between(watch.times), "rounds_cpu": between(watch.work)}
-print(json.dumps({"start_s": watch.times[0] - begun, "start_cpu": watch.work[0]} | rounds))
+print(json.dumps({"start_s": watch.times[0] - begun, "start_cpu": watch.work[0], "start_gib": watch.peak} | rounds))
 """
 
 
@@ -110,7 +115,7 @@ def train(name: str, folder: Path, number: int) -> dict[str, Any]:
     found = measured([sys.executable, "-c", TRAIN, name, str(out), str(ROUNDS)], folder)
     told = json.loads(found.pop("out").splitlines()[-1])
     rounds = {name: round(statistics.median(told[f"rounds_{name}"]), 4) for name in ("s", "cpu")}
-    starts = {name: round(told[f"start_{name}"], 2) for name in ("s", "cpu")}
+    starts = {name: round(told[f"start_{name}"], 2) for name in ("s", "cpu", "gib")}
     return found | {"start": starts, "round": rounds}
 
 
@@ -124,21 +129,31 @@ def main() -> None:
     parser.add_argument("what", choices=["images", "table"])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--scale", type=float, default=1.0, help="a part of the clients, for a trial")
+    parser.add_argument("--pairs", type=int, default=2, help="runs on each table")
+    parser.add_argument("--added", action="store_true", help="the tables are there from the last time")
     asked = parser.parse_args()
     folder: Path = asked.folder
     folder.mkdir(parents=True, exist_ok=True)
     if asked.what == "images":
         path = make_images(folder, round(10_000 * asked.scale))
+        shutil.rmtree(folder / "cache" / "own" / "many-images", ignore_errors=True)
         return show("add images", measured(upfl("data", "add", "many-images", str(path), "--json"), folder))
     many = round(1_000_000 * asked.scale)
     tables = {"many": make_table(folder / "many.parquet", 5 * many, many)}
     tables["few"] = make_table(folder / "few.parquet", 5_000, 1_000)
-    for name, path in tables.items():
+    for name, path in tables.items() if not asked.added else ():
+        shutil.rmtree(folder / "cache" / "own" / name, ignore_errors=True)
         command = upfl("data", "add", name, str(path), "--label", "y", "--client", "who", "--json")
         show(f"add {name}", measured(command, folder))
-    for number in range(2):  # in turns: the machine may be busy
+    ratios = []
+    for number in range(asked.pairs):  # in turns, first one first and then the other: the machine may be busy
+        found = {name: train(name, folder, number) for name in (tables if number % 2 else reversed(tables))}
         for name in tables:
-            show(f"train {name} {number}", train(name, folder, number))
+            show(f"train {name} {number}", found[name])
+        ratios.append({of: found["many"]["round"][of] / found["few"]["round"][of] for of in ("s", "cpu")})
+    for of in ("s", "cpu"):
+        sorted_ratios = sorted(round(ratio[of], 3) for ratio in ratios)
+        print(f"a round, {of}: ratios {sorted_ratios}, median {statistics.median(sorted_ratios):.3f}")
     return None
 
 

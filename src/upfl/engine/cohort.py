@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from upfl.contract import CrossFitted, Fit
@@ -52,15 +53,15 @@ class Cohort(ABC):
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round."""
 
-    def order(self, round: int) -> tuple[list[int], int]:
+    def order(self, round: int) -> tuple[NDArray[np.int64], int]:
         """All that may train, in the order in which they are chosen for a round, and how many of them are."""
         clients = np.flatnonzero(~self.setup.federation.training.held_out)
         count = self.setup.config.participants(len(clients))
         if self.setup.training.in_turn and count < len(clients):
-            turn = list(self.setup.training.turn(round))
+            turn = np.array(self.setup.training.turn(round), np.int64)
             return turn, len(turn)
         drawn = torch.randperm(len(clients), generator=generator(self.setup.config.seed, "participants", round))
-        return clients[drawn.numpy()].tolist(), count
+        return clients[drawn.numpy()], count
 
     @abstractmethod
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
@@ -105,7 +106,7 @@ class LocalCohort(Cohort):
     def _chosen(self, round: int) -> list[int]:
         """Those whose turn it is; clients that have left may be among them."""
         order, count = self.order(round)
-        return sorted(order[:count])
+        return sorted(order[:count].tolist())  # a list of all of a million clients would cost as much as many rounds
 
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         failures = torch.zeros(len(participants), dtype=torch.int64)
