@@ -25,7 +25,7 @@ def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) 
     return path
 
 
-def patients(folder: Path, hospitals: int = 12) -> Path:
+def patients(folder: Path, hospitals: int = 24) -> Path:
     """scikit-learn's breast cancer data, dealt out to hospitals with different shares of malignant cases."""
     found, rng = load_breast_cancer(), np.random.default_rng(0)
     order = np.lexsort((rng.random(len(found.target)), found.target + rng.random(len(found.target))))
@@ -36,7 +36,7 @@ def patients(folder: Path, hospitals: int = 12) -> Path:
     return write_csv(folder / "patients.csv", [*found.feature_names, "diagnosis", "hospital"], rows)
 
 
-def scans(folder: Path, clinics: int = 8, images: int = 160) -> Path:
+def scans(folder: Path, clinics: int = 20, images: int = 200) -> Path:
     """Digits as PNG files: scans/clinic/class/image."""
     found = load_digits()
     for place in range(images):
@@ -46,7 +46,7 @@ def scans(folder: Path, clinics: int = 8, images: int = 160) -> Path:
     return folder / "scans"
 
 
-def notes(folder: Path, writers: int = 12, each: int = 20) -> Path:
+def notes(folder: Path, writers: int = 20, each: int = 12) -> Path:
     """Short notes about three topics, of which each writer prefers some."""
     rng, rows = np.random.default_rng(0), []
     for writer in range(writers):

@@ -123,12 +123,13 @@ def show_command(
         upfl data show cifar10 --set kind=dirichlet --set alpha_new=0.01 -o shift.png
     """
     from upfl.cli.partition_text import picture
-    from upfl.data import build_federation, load
+    from upfl.data import load
+    from upfl.data.large import federation_of
     from upfl.data.sources import describe, partition_of
 
     _known([name])
     partition = partition_of(describe(name)).revised(dict(_setting(text) for text in settings or []))
-    federation = build_federation(load(name), partition, partition_seed)
+    federation = federation_of(load(name), partition, partition_seed)
     if output is not None:
         from upfl.report.partition_picture import draw  # here, because matplotlib takes a second to import
 
@@ -194,6 +195,7 @@ def _summary(federation: Federation, partition: Partition, seed: int) -> dict[st
         "notes": federation.notes,
         **{
             role: {"class_counts": class_counts(federation, clients).tolist(), "angles": clients.angles.tolist()}
-            for role, clients in (("training", federation.training), ("new", federation.new))
+            | ({"names": federation.names(role)} if federation.names(role) else {})
+            for role, clients in federation.roles()
         },
     }

@@ -12,6 +12,7 @@ from rich.markup import escape
 from upfl.cli.console import Console, echo
 from upfl.cli.options import AsJson
 from upfl.errors import DataError
+from upfl.safe.text import counted
 
 if TYPE_CHECKING:
     from upfl.data.draft import Draft
@@ -124,8 +125,9 @@ def summary(draft: Draft, name: str) -> dict[str, Any]:
         "shape": list(draft.form.shape),
         "classes": dict(zip(draft.class_names, counts, strict=True)),
         "unlabelled": len(draft) - len(held),
+        "taken": list(draft.taken),
         "left_out": list(draft.left_out),
-        "notes": [*draft.notes, *_notes(draft)],
+        "notes": _notes(draft),
     }
     if draft.groups is not None and draft.clients is not None:
         sizes = np.bincount(draft.groups, minlength=len(draft.clients))
@@ -133,7 +135,20 @@ def summary(draft: Draft, name: str) -> dict[str, Any]:
         found["sizes"] = {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())}
         if draft.newcomers is not None:
             found["newcomers"] = int(draft.newcomers.sum())
+    if "newcomers" not in found:
+        found["default"] = _default(len(draft), found.get("clients", 0))
     return found
+
+
+def _default(samples: int, named: int) -> str:
+    """Who is a client and who is new, where nobody says it."""
+    from upfl.data.partition import own_partition
+
+    partition = own_partition(samples, named, None)
+    new = f"{partition.new_clients} of the {partition.clients} clients, drawn at random, are newcomers"
+    if named:
+        return f"{new} (--set partition.new=0.2, or a list of names)"
+    return f"no clients are named, and samples are dealt out in equal shares; {new} (--set partition.kind=...)"
 
 
 def _notes(draft: Draft) -> list[str]:
@@ -162,10 +177,12 @@ def _show(found: dict[str, Any], console: Console) -> None:
             f"{found['clients']} clients{new}, with {sizes['least']} to {sizes['most']} samples each "
             f"(median {sizes['median']:g})"
         )
-    else:
-        console.print("No clients are named: a partition deals the samples out (--set partition.kind=...)")
+    if found["taken"]:
+        console.print(f"Taken: {escape('; '.join(found['taken']))}")
+    if "default" in found:
+        console.print(f"Unless told otherwise: {escape(found['default'])}")
     if found["unlabelled"]:
-        console.print(f"{found['unlabelled']} samples have no label: their clients can only be newcomers")
+        console.print(f"without a label: {counted(found['unlabelled'], 'sample')}, whose clients can only be newcomers")
     for line in found["left_out"][:SHOWN]:
         console.print(f"[yellow]left out: {escape(line)}[/yellow]")
     if len(found["left_out"]) > SHOWN:

@@ -18,6 +18,7 @@ from upfl.engine.group import under_torchrun
 from upfl.engine.rounds import Engine, Observer
 from upfl.errors import StoppedError
 from upfl.methods import resolve, row_name
+from upfl.safe.text import counted
 from upfl.track import Several, tracker
 
 
@@ -74,7 +75,7 @@ class ProgressBar:
         self._row = row_name(
             run.training.name, own if own in run.setup.personalizers else next(iter(run.setup.personalizers))
         )
-        for note in run.setup.notes if run.progress.round == 0 else ():
+        for note in (*_scale(run), *run.setup.notes) if run.progress.round == 0 else ():
             self.note(note)
 
     def note(self, text: str) -> None:
@@ -100,3 +101,12 @@ class ProgressBar:
             named = self._title.partition(",")[0].strip() == self._row
             facts = self._scores.removeprefix(f"{self._row}: ") if named else self._scores
         self._bar.update(self._task, completed=metrics["round"], facts=facts)
+
+
+def _scale(run: Engine[Any]) -> Iterator[str]:
+    """What a run on data of one's own took where nothing was said; config.toml has all of it."""
+    if run.federation.source.digest:
+        config, clients = run.config, run.setup.clients
+        model = "" if run.training.refuses_models else f"model {config.model.name}, "
+        asked = f"{config.participants(clients)} of {counted(clients, 'training client')} in each"
+        yield f"{model}{counted(config.rounds, 'round')}, {asked}; {counted(len(run.federation.new), 'newcomer')}"

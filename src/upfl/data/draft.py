@@ -29,7 +29,7 @@ class Draft:
     clients: NDArray[np.bytes_] | None = None  # their names
     newcomers: NDArray[np.bool_] | None = None  # whether a client is one, where the data say so
     left_out: tuple[str, ...] = ()  # what was found and is not used, with the reason
-    notes: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()  # where classes, clients and samples were taken from, told or found
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -131,9 +131,23 @@ def _all_whole(values: NDArray[np.str_]) -> bool:
     return all(len(value) < 19 and value.isascii() and value.removeprefix("-").isdigit() for value in values.tolist())
 
 
+def _measurements(values: NDArray[np.str_]) -> NDArray[np.float64] | None:
+    """Texts as numbers, if all are and some are not whole; else they are names, which stay as they are written."""
+    if not len(values) or _all_whole(values):
+        return None
+    try:
+        numbers = np.array([float(value) for value in values.tolist()])
+    except ValueError:
+        return None
+    return None if (numbers == np.rint(numbers)).all() and np.isfinite(numbers).all() else numbers
+
+
 def classes_of(column: Column) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as numbers, and the classes' names in order; refuses what cannot be classes."""
     values, where = column.values, column.where
+    if values.dtype.kind == "U" and (numbers := _measurements(values)) is not None:
+        column = Column(numbers, column.codes, where, column.rows)  # as CSV has them
+        values = numbers
     if values.dtype.kind == "f":
         if not np.isfinite(values).all():
             bad = np.isin(column.codes, np.flatnonzero(~np.isfinite(values)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,52 @@ def test_a_folder_comes_back_image_by_image(held: list[tuple[str, str]], data: s
         found = dict(zip(x[:, 0, 0, 0].tolist(), zip(clients(draft), labels(draft), strict=True), strict=True))
         assert found == expected
         assert draft.left_out == ("a/readme.txt: no image",)
+
+
+@settings(max_examples=60)
+@given(tables(), st.sampled_from(["csv", "parquet"]), st.sampled_from(["feature", "client", "label"]), st.data())
+def test_a_cell_that_cannot_be_is_named_by_its_row(
+    table: tuple[NDArray[np.float32], list[str], list[str]], kind: str, what: str, data: st.DataObject
+) -> None:
+    x, y, who = table
+    row, columns = data.draw(st.integers(0, len(x) - 1)), [f"f{i}" for i in range(x.shape[1])]
+    values: list[list[Any]] = [*x.T.tolist(), list[Any](who)]
+    answers: list[Any] = [float(name == y[0]) for name in y] if what == "label" else list(y)
+    if what == "label":
+        answers[row] = data.draw(st.sampled_from([float("inf"), float("-inf"), 0.25]))
+    else:
+        values[-1 if what == "client" else data.draw(st.integers(0, x.shape[1] - 1))][row] = None
+    named = dict(zip([*columns, "who"], values, strict=True)) | {"y": answers}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"t.{kind}")
+        if kind == "csv":
+            write_csv(path, list(named), list(zip(*named.values(), strict=True)))
+        else:
+            pq.write_table(pa.table(named), path)
+        with pytest.raises(DataError) as caught:
+            list(read(path, NAMED).parts())
+    assert str(path) in str(caught.value)
+    assert re.search(rf"row {row + 1}\b", str(caught.value)), str(caught.value)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 3), st.integers(2, 3), st.sampled_from(["cut", "wider", "again"]), st.data())
+def test_an_image_that_cannot_be_taken_is_named(clients: int, classes: int, what: str, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        files = [Path(name, f"c{i}", f"y{j}", f"{k}.png") for i in range(clients) for j in range(classes) for k in "01"]
+        for place, file in enumerate(files):
+            picture(file, value=place)
+        odd, other = data.draw(st.lists(st.sampled_from(files), min_size=2, max_size=2, unique=True))
+        if what == "cut":
+            odd.write_bytes(odd.read_bytes()[: data.draw(st.integers(0, 40))])
+        elif what == "wider":
+            picture(odd, (5, 4), 99)
+        else:
+            odd.write_bytes(other.read_bytes())
+        with pytest.raises(DataError) as caught:
+            list(read(Path(name), Options()).parts())
+        assert str(odd) in str(caught.value)
+        assert what != "again" or str(other) in str(caught.value)
 
 
 def table(folder: Path, **changes: Any) -> Path:

@@ -9,6 +9,7 @@ A .npz holds them by these names. Beside a .npy file `NAME.npy`, `NAME_y.npy` an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def read(path: Path, options: Options) -> Draft:
     extra = sorted(set(found) - set(wanted.values()))
     draft = of_arrays({role: make() for role, make in given.items()}, str(path), options)
     left = tuple(f"array '{name}' is not used" for name in extra)
-    return Draft(**{**vars(draft), "left_out": (*draft.left_out, *left)})
+    roles = {"samples": "x", "classes": "y", "clients": "client", "newcomers": "newcomer"}
+    taken = tuple(f"{what}: array '{wanted[role]}'" for what, role in roles.items() if role in given)
+    return replace(draft, left_out=left, taken=taken)
 
 
 def of_arrays(given: Mapping[str, NDArray[Any]], where: str, options: Options) -> Draft:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from upfl.data.draft import MISSING, Column, Draft, classes_of, clients_of
+from upfl.data.draft import Column, Draft, classes_of, clients_of
 from upfl.data.images import Encoded, NotAnImageError, files_below, looked_at, pixels
 from upfl.data.own.arrays import pixel_form
 from upfl.data.own.options import Options
@@ -62,9 +62,8 @@ def read(path: Path, options: Options) -> Draft:
     def read_parts() -> Iterator[NDArray[Any]]:
         return decoded(files, shape, resize)
 
-    unlabelled = int((labels == MISSING).sum())
-    notes = (f"{unlabelled} images have no label",) if unlabelled else ()
-    return Draft(form, labels, names, read_parts, groups, clients, left_out=tuple(left_out), notes=notes)
+    taken = ("classes: the names of the images' folders", "clients: the names of the folders above these")
+    return Draft(form, labels, names, read_parts, groups, clients, left_out=tuple(left_out), taken=taken[: depth - 1])
 
 
 def refuse(wrong: Sequence[str], what: str) -> None:

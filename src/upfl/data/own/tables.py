@@ -197,7 +197,17 @@ def read_table(table: Table, options: Options) -> Draft:
     def parts() -> Iterator[NDArray[Any]]:
         return converted(table, names_read, convert)
 
-    return Draft(form, labels, names, parts, groups, clients, newcomers, left_out)
+    roles = {"classes": options.label, "clients": options.client, "newcomers": options.newcomer}
+    told = [f"{what}: column '{name}'" for what, name in roles.items() if name is not None]
+    noun = "features" if isinstance(form, Vectors) else form.noun
+    told.append(f"{noun}: {_in_words(names_read, bool(options.features))}")
+    return Draft(form, labels, names, parts, groups, clients, newcomers, left_out, tuple(told))
+
+
+def _in_words(names: Sequence[str], named: bool) -> str:
+    if len(names) == 1:
+        return f"column '{names[0]}'"
+    return f"the {len(names)} columns that are named" if named else f"all {len(names)} other columns of numbers"
 
 
 def converted(table: Table, names: Sequence[str], convert: Read) -> Iterator[NDArray[Any]]:
