@@ -115,6 +115,9 @@ def _default(field: Any) -> str:
 def _results(row: Method) -> str:
     """The row as it stands in the pages of results."""
     found = [block for page in sorted((ROOT / "results").glob("*.md")) for block in _rows_in(page, row)]
+    page = ROOT / "results" / f"{row.training}.md"
+    if not found and page.exists():
+        return f"[results/{page.name}](../results/{page.name}) is about it.\n"
     if not found:
         return "No page of [results](../results/README.md) has it yet.\n"
     return "\n\n".join(found[:SHOWN]) + "\n"

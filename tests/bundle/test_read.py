@@ -24,7 +24,7 @@ from upfl import api
 from upfl.bundle import Bundle, PersonalModel, export, load
 from upfl.contract import Published, Task
 from upfl.engine.folder import RunFolder
-from upfl.errors import BundleError
+from upfl.errors import BundleError, ConfigError
 from upfl.methods import TRAININGS
 from upfl.models import convnet
 from upfl.randomness import generator
@@ -266,7 +266,7 @@ def test_a_personal_model_that_does_not_fit_is_refused(fedavg: Path, tmp_path: P
 
 def test_nothing_is_overwritten(fedavg: Path, run_of: Callable[[str], api.Run], tmp_path: Path) -> None:
     before = {file: file.read_bytes() for file in fedavg.iterdir()}
-    with pytest.raises(BundleError, match="is there already"):
+    with pytest.raises(ConfigError, match="is there already"):
         export(run_of("fedavg"), fedavg)
     assert {file: file.read_bytes() for file in fedavg.iterdir()} == before
     (tmp_path / "empty").mkdir()

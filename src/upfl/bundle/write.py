@@ -8,7 +8,7 @@ from pathlib import Path
 
 from upfl.bundle.manifest import CARD, MANIFEST, SUMS, WEIGHTS, Manifest, member_file
 from upfl.bundle.read import check_finite, digest
-from upfl.errors import BundleError
+from upfl.errors import BundleError, ConfigError
 from upfl.safe import tensors as stored
 from upfl.safe.archive import pack
 from upfl.safe.folder import Folder, expanded
@@ -20,7 +20,7 @@ def require_new(out: str | Path) -> Path:
     target = expanded(out)
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise BundleError(f"{target}: is there already; choose another folder")
+            raise ConfigError(f"{target}: is there already; choose another folder")
     except OSError as error:
         raise BundleError(f"{target}: cannot be written: {error.strerror or error}") from error
     return target

@@ -12,6 +12,7 @@ from rich.markup import escape
 from upfl.cli.console import Console, echo
 from upfl.cli.options import AsJson
 from upfl.errors import ConfigError
+from upfl.safe.text import counted
 
 Data = Annotated[
     Path,
@@ -138,7 +139,7 @@ def predict(
     elif out is None:
         echo(table, nl=False)
     else:
-        echo(f"{out}: {len(samples)} predictions")
+        echo(f"{out}: {counted(len(samples), 'prediction')}")
 
 
 def export_onnx(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ADVICE = (
     "Where to begin: [bold]closed-form-label-shift[/bold], for small images. It has no learning rate and no "
     "number of rounds to choose, and its result does not depend on who holds what. Measured "
-    "(results/closed-form.md): CIFAR-10, two classes a client, 94.6 and 93.1 on new clients (two partitions), "
+    "(the site's page Closed form): CIFAR-10, two classes a client, 94.6 and 93.1 on new clients (two partitions), "
     "where refit-label-shift has 86.0 and 82.6, the paper's best 83.3; Fashion-MNIST 97.7, the paper 96.5. Not "
     "measured: large images, many classes. Set mirror=true where a class's mirror images are of that class. "
     "Label-shift helps newcomers that hold few classes; where training clients do not justify it, it stays out. "
@@ -123,6 +123,8 @@ def _details(name: str, as_json: bool) -> None:
     if row is not None:
         console.print(f"[bold]{row.row}[/bold]: {described(row)}")
         console.print(f"training {row.training}, personalizer {row.personalizer}\n")
+        where = f"the site's page methods/{row.row}. Files that are named below are of upfl's source."
+        console.print(f"[dim]Results, and when to take it: {where}[/dim]\n")
     for kind in kinds:
         console.print(f"[bold]{kind.name}[/bold] ({escape(kind.title)})")
         console.print(escape(inspect.getdoc(inspect.getmodule(kind)) or ""))

@@ -74,7 +74,7 @@ def train(
 
     Examples:
 
-        upfl train fedtta digits --profile lite
+        upfl train closed-form-label-shift digits
 
         upfl train fedtta mnist --rounds 40 --score none,early-stopped
 
