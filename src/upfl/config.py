@@ -173,10 +173,9 @@ def configure(
     scored = dict.fromkeys([*personalizers, *from_file.get("personalize", {}), *score])
     values = _defaults(facts, profile, training, tuple(scored))
     given = {key: value for key, value in options.items() if value is not None}
-    asked = given.pop("model", None)
-    if asked and not isinstance(asked, Mapping) and (reason := training_class(training).refuses_models):
-        raise ConfigError(f"{method}: no model can be chosen for it; {reason}. Leave --model out")
-    values["model"] = chosen(values["model"], PROFILES[profile].get("model", {}), from_file.get("model", {}), asked)
+    asked, by_profile = given.pop("model", None), PROFILES[profile].get("model", {})
+    unasked = chosen(values["model"], by_profile, {}, None)
+    values["model"] = chosen(values["model"], by_profile, from_file.get("model", {}), asked)
     in_turn = training_class(training).in_turn
     scale = {key: value for key, value in PROFILES[profile].items() if not in_turn or key not in ROUNDS}
     for layer, where in ((scale, "profile"), (from_file, str(file)), (given, "options")):
@@ -191,6 +190,10 @@ def configure(
         )
     for setting in settings:
         _set(values, setting)
+    if (reason := training_class(training).refuses_models) and (asked or _model_of(values) != unasked):
+        raise ConfigError(
+            f"{method}: no model can be chosen for it; {reason}. Leave out --model, settings of `model`, and [model]"
+        )
     if isinstance(facts.form, Tokens) and "vocabulary" in models.entry(values["model"]["name"]).Hyper.model_fields:
         values["model"].setdefault("vocabulary", facts.form.vocabulary)
     partition = values["partition"] = partition_of(facts).revised(values["partition"])
@@ -202,6 +205,11 @@ def configure(
         values.setdefault("evaluate_every", values["rounds"])  # before the last pass there is nothing to score
     config: Config = validated(Config, values, str(file) if file else "the configuration")
     return config
+
+
+def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of the model, as it would be without a word on sizes where there are none."""
+    return {key: value for key, value in values["model"].items() if (key, value) != ("sizes", {})}
 
 
 def rounds_needed(values: Mapping[str, Any], clients: int) -> int:

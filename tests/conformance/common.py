@@ -131,7 +131,7 @@ def config_of(name: str, **options: Any) -> Config:
         "clients_per_round": 4,
         "evaluate_every": rounds_of(name) // 2,
         "evaluate_clients": 3,
-        "model": {"hidden": 16},
+        "model": None if KINDS[name].refuses_models else {"hidden": 16},
         "partition": {"clients": 2 * CLIENTS},
     }
     scale |= {"score": SCORED[name]} | options

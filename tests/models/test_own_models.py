@@ -84,6 +84,33 @@ def test_what_does_not_fit_is_named(model: Any, message: str) -> None:
         small(model=model)
 
 
+@pytest.mark.parametrize(
+    ("options", "settings", "table"),
+    [
+        ({"model": "resnet8"}, (), ""),
+        ({"model": {"name": "resnet8"}}, (), ""),
+        ({"model": {"hidden": 16}}, (), ""),
+        ({}, ("model.hidden=16",), ""),
+        ({}, ("model.sizes={one = {width = 1}}",), ""),
+        ({}, (), '[model]\nname = "resnet8"\n'),
+    ],
+)
+def test_a_model_for_a_training_that_makes_its_own_is_refused_however_it_is_asked_for(
+    options: dict[str, Any], settings: tuple[str, ...], table: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(table)
+    with pytest.raises(ConfigError, match="closed-form: no model can be chosen for it; it makes a model of its own"):
+        configure("closed-form", "digits", settings=settings, file=file, **options)
+
+
+@pytest.mark.parametrize("profile", ["paper", "smoke"])
+def test_a_run_whose_training_makes_its_own_model_is_configured_by_its_own_file(profile: str, tmp_path: Path) -> None:
+    config, file = configure("closed-form", "digits", profile=profile), tmp_path / "config.toml"
+    file.write_text(config.to_toml())
+    assert configure("closed-form", "digits", file=file) == config
+
+
 def test_a_class_is_its_own_name() -> None:
     class Local(plugin_models.Mlp):
         pass
@@ -209,7 +236,10 @@ def rewritten(folder: Path, model: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"name": "nobodys"}, "unknown model 'nobodys'"),
+        (
+            {"name": "nobodys"},
+            r"unknown model 'nobodys'.*--plugin MODULE.*upfl\.models\.register\('nobodys', FACTORY\)",
+        ),
         ({"name": "own-batchnorm", "options": {"channels": 5}}, "shape|parameters"),
         ({"name": "own-batchnorm", "options": {"depth": 5}}, "depth"),
         ({"name": "own-mlp"}, "missing|not one of"),

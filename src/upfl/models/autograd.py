@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from upfl.models.convolution import tangents
 from upfl.models.factored import Direction, Gradient, ScaledDirection
 from upfl.state import State, is_buffer, trainable
 
@@ -93,7 +94,8 @@ class AutogradTrace(AutogradMoved):
             pairs = [(one, v[name] * scale) for name, one in zip(self._leaves, h, strict=True) if one.requires_grad]
             self._along = [one for one, _ in pairs], [_own(other) for _, other in pairs]
             assert self._u is not None
-            (change,) = torch.autograd.grad(self._along[0], self._u, self._along[1], retain_graph=True)
+            with tangents():
+                (change,) = torch.autograd.grad(self._along[0], self._u, self._along[1], retain_graph=True)
         return change.detach()
 
     def backward_tangent(self, du: Tensor, *, plus: ScaledDirection | None = None) -> Gradient:

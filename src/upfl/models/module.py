@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from torch.func import functional_call
 from upfl.models import inspection
 from upfl.models.autograd import AutogradTrace
 from upfl.models.base import Kind
+from upfl.models.convolution import twice
 from upfl.models.factored import Shapes
 from upfl.models.layered import Layered
 from upfl.models.layers import Linear
@@ -81,7 +83,13 @@ class Functional(ABC):
 
     def trace(self, params: State, x: Tensor) -> AutogradTrace:
         x = x.clone() if x.is_inference() else x
-        return AutogradTrace(lambda params: self.run(params, x, "learn"), params)
+        convolutions = twice if "convolution" in self.kinds.values() else nullcontext
+
+        def forward(params: State) -> Tensor:
+            with convolutions():
+                return self.run(params, x, "learn")
+
+        return AutogradTrace(forward, params)
 
     def layout(self, params: State) -> State:
         return params

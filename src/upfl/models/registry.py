@@ -26,6 +26,10 @@ from upfl.models.base import Model
 from upfl.models.module import Module
 from upfl.suggest import unknown
 
+OWN = (
+    "One of your own is made known by --plugin MODULE or UPFL_PLUGINS=MODULE, of a module that registers it, "
+    "or in Python by upfl.models.register('{name}', FACTORY)"
+)
 Shape = tuple[int, ...]
 Factory = Callable[..., nn.Module | Model]
 
@@ -111,7 +115,7 @@ def entry(name: str) -> Entry:
         return _ENTRIES[name]
     module, colon, path = name.partition(":")
     if not colon:
-        raise unknown("model", name, _ENTRIES)
+        raise unknown("model", name, _ENTRIES, OWN.format(name=name))
     if (found := plugins.named(module)) is None:
         raise ConfigError(
             f"model '{name}' is not known here, and no file makes upfl import a module: name it yourself, by "

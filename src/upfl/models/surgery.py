@@ -6,6 +6,7 @@ Each gives None where a model cannot be taken apart so; the training then says w
 from __future__ import annotations
 
 from upfl.models.base import Model
+from upfl.models.filters import Filters
 from upfl.models.layered import Layered, mlp
 from upfl.models.layers import Conv, Flatten, Linear, Relu
 from upfl.models.module import Headed, Module
@@ -63,3 +64,11 @@ def halves(model: Model) -> tuple[Model, Model, Layered] | None:
     between = tuple(layers[i] for i in rest if i < head)
     below, above = (*layers[:cut], wide, *between), tuple(layers[head:])
     return Layered((*below, *above)), Layered(below), Layered(above)
+
+
+def filters_below(model: Model) -> Filters | None:
+    """The layer of filters of a model that is one with a linear layer on it."""
+    layers = model.layers if isinstance(model, Layered) else ()
+    if len(layers) == 2 and isinstance(layers[0], Filters) and isinstance(layers[1], Linear):
+        return layers[0]
+    return None

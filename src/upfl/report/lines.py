@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from upfl.config import ModelConfig, paper, paper_model
 from upfl.data.partition import Partition
-from upfl.methods import ROWS, row_name, row_title
+from upfl.methods import ROWS, row_name, row_title, training_class
 from upfl.report.collect import Collected, NewRow, Row, RunData
 from upfl.report.paper import Figure, paper_figure
 from upfl.safe.text import counted
@@ -124,7 +124,9 @@ class Setting:
         """The setting in words."""
         config = self.config
         part = "all clients" if config.clients_per_round is None else f"{config.clients_per_round} clients"
-        words = [describe(self.partition), describe_model(config.model), f"{counted(config.rounds, 'round')} of {part}"]
+        own = all(training_class(run.config.training_name).refuses_models for run in self.runs)
+        model = "a model of the method's own" if own else describe_model(config.model)
+        words = [describe(self.partition), model, f"{counted(config.rounds, 'round')} of {part}"]
         if config.evaluate_clients:
             words.append(f"only the first {config.evaluate_clients} clients of each kind are scored")
         return "; ".join(words)

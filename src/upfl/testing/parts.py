@@ -11,6 +11,7 @@ from torch import Tensor
 
 from upfl.config import Config, configure
 from upfl.contract import CrossFitted, Personalizer, Published, Training
+from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.data import Federation
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
@@ -55,7 +56,10 @@ class Parts:
 
 
 def small(training: str, model: Any = None, settings: Sequence[str] = (), score: Sequence[str] = ()) -> Config:
-    """A run of a second or a few: digits, six clients of each kind. Some gradients are clipped."""
+    """A run of a second or a few: digits, as many clients of each kind as a correction must have been fitted on.
+
+    Some gradients are clipped.
+    """
     short = {"iterations": 3, "batch_size": 16, "clip": 0.3, "digest_epochs": 1, "digest_batch": 10}
     known = training_class(resolve(training)[0]).Hyper.model_fields
     return configure(
@@ -69,7 +73,7 @@ def small(training: str, model: Any = None, settings: Sequence[str] = (), score:
         clients_per_round=4,
         evaluate_every=1,
         evaluate_clients=2,
-        partition={"clients": 12},
+        partition={"clients": 2 * LEAST_CLIENTS[0]},
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upfl.config import Config
 from upfl.contract import Personalized, Personalizer, Published, Unlabelled
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import newcomer, validation_client
@@ -60,13 +61,19 @@ def check_personalizer(
     name = personalizer if isinstance(personalizer, str) else personalizer.name
     known = PERSONALIZERS.get(name) is personalizer or isinstance(personalizer, str)
     require(known, f"{name}: register it first")
+    check_personalizers(small(training, model, settings), [name])
+
+
+def check_personalizers(config: Config, names: Sequence[str]) -> None:
+    """Check several over a run's training, with what they need fitted once for all of them."""
     with one_thread(), torch.no_grad():
-        parts = parts_of(small(training, model, settings), [name])
+        parts = parts_of(config, names)
         wanted = list(parts.personalizers.values())
         given, _ = fit_needs(wanted, parts.published, parts.federation, parts.inputs, 0, Group())
-        case = Case.of(replace(parts, given=given), name)
-        for check in PERSONALIZER_CHECKS:
-            check(case)
+        for name in names:
+            case = Case.of(replace(parts, given=given), name)
+            for check in PERSONALIZER_CHECKS:
+                check(case)
 
 
 def changes_neither_the_published_state_nor_the_client(case: Case) -> None:

@@ -47,6 +47,7 @@ from upfl.models.filters import EXACT, FEATURE, FILTER, LARGEST_FEATURE, WINDOW,
 from upfl.models.patches import Patches
 from upfl.models.projections import Projections, too_long
 from upfl.models.remembered import Remembered
+from upfl.models.surgery import filters_below
 from upfl.state import State, prefixed, select
 
 BLOCK = 256  # rows of the second moments that are formed at once
@@ -78,7 +79,7 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     def __init__(self, task: Task, hyper: ClosedFormHyper) -> None:
         super().__init__(task, hyper)
-        layer = _filters(task.model)
+        layer = filters_below(task.model)
         assert layer is not None, self.why_not(task)
         self.layer = layer
         self.last = Layered((Linear("last", layer.features, task.classes),))
@@ -86,7 +87,7 @@ class ClosedForm(Training[ClosedFormHyper]):
 
     @classmethod
     def why_not(cls, task: Task) -> str | None:
-        if _filters(task.model) is None:
+        if filters_below(task.model) is None:
             return cls.refuses_models
         return super().why_not(task)
 
@@ -290,14 +291,6 @@ class ClosedForm(Training[ClosedFormHyper]):
             f"{self.passes(self.hyper)} passes over {self.task.clients} clients, {self.rounds_a_pass} round(s) each; "
             f"{self.layer.features:,} features; {triangle_size(self.layer.features):,} sums in the last pass"
         )
-
-
-def _filters(model: Model) -> Filters | None:
-    """The first layer of a model of the training's own."""
-    layers = model.layers if isinstance(model, Layered) else ()
-    if len(layers) == 2 and isinstance(layers[0], Filters) and isinstance(layers[1], Linear):
-        return layers[0]
-    return None
 
 
 def _of_images(shape: tuple[int, ...], hyper: Any) -> Filters:
