@@ -86,6 +86,7 @@ def contenders(method: str, cores: int) -> list[Contender]:
         Contender("upfl", "ours", arguments=all_),
         Contender("upfl, one worker", "ours", arguments=("--workers", "1"), one_thread=True),
         Contender("plain PyTorch loop", "plain_loop", "plain"),
+        Contender("plain PyTorch loop, a process for each core", "plain_loop", "plain", (str(cores),)),
         Contender("pfl-research", "pfl_research", "pfl"),
         Contender("pfl-research, a process for each core", "pfl_research", "pfl", (str(cores),)),
         Contender("Flower simulation", "flower", "flower"),

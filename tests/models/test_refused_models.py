@@ -52,6 +52,16 @@ class _Noisy(plugin_models.Dropping):
         return super().forward(x) + torch.rand(1)
 
 
+class _Counting(plugin_models.Dropping):
+    def __init__(self, shape: Any, classes: int) -> None:
+        super().__init__(shape, classes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
 class _Pair(plugin_models.Dropping):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x
@@ -69,6 +79,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "width": (lambda s, c: plugin_models.Mlp(s, c + 1), r"gives \[2, 6\] for 2 samples, and 5 classes"),
     "in-place": (_InPlace, "changes its input in place"),
     "noisy": (_Noisy, "draws random numbers in evaluation mode"),
+    "counting": (_Counting, "changes its buffer 'calls' in evaluation mode"),
     "pair": (_Pair, "gives tuple, and should give a tensor"),
     "input": (lambda s, c: nn.Linear(7, c), r"does not take a batch of shape \[2, 2, 8, 8\]: RuntimeError"),
     "double": (lambda s, c: plugin_models.Mlp(s, c).double(), "float64: training is in float32"),

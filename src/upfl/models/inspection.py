@@ -99,7 +99,7 @@ def _behaviour(net: nn.Module, x: Tensor, classes: int) -> str | None:
     given = x.clone()
     for training in (False, True):
         net.train(training)
-        drawn = torch.random.get_rng_state()
+        drawn, kept = torch.random.get_rng_state(), {name: value.clone() for name, value in net.named_buffers()}
         try:
             z = net(x)
         except Exception as error:  # whatever a stranger's code raises
@@ -112,6 +112,11 @@ def _behaviour(net: nn.Module, x: Tensor, classes: int) -> str | None:
             return "it changes its input in place: use operations without a trailing underscore or inplace=True there"
         if not training and not torch.equal(drawn, torch.random.get_rng_state()):
             return "it draws random numbers in evaluation mode; a prediction must be a function of the input"
+        moved = [name for name, one in net.named_buffers() if name not in kept or not torch.equal(one, kept[name])]
+        if moved and not training:
+            return (
+                f"it changes its buffer '{moved[0]}' in evaluation mode; a prediction must be a function of the input"
+            )
         if not z.requires_grad:
             return "its output does not depend on any parameter that can be trained"
     return None
