@@ -53,6 +53,8 @@ class _Noisy(plugin_models.Dropping):
 
 
 class _Counting(plugin_models.Dropping):
+    calls: Tensor
+
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
         self.register_buffer("calls", torch.zeros(()))
