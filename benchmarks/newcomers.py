@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return "-".join((self.dataset, self.partition, self.method)).replace(" ", "-").replace(".", "")
+        return re.sub("[ .,-]+", "-", f"{self.dataset} {self.partition} {self.method}")
 
     def config(self, partition: int) -> upfl.Config:
         settings = [f"partition_seed={partition}", *self.settings]
@@ -64,6 +65,7 @@ DIRICHLET = ("partition.kind=dirichlet", "partition.alpha_training=0.1")
 TURNED = ("partition.rotations_training=[0.0,30.0,60.0]", "partition.rotations_new=[15.0,45.0]")
 ROUNDS = ("rounds=20", "evaluate_every=20")
 SOME = (*ROUNDS, "clients_per_round=20")
+SHUT = "personalize.label-shift.gate=1e9"
 CLOSED, ON_MODEL = "closed-form", ("label-shift", "auto")
 THREE = (34, 35, 36)
 
@@ -90,8 +92,12 @@ SETTINGS = (
     Setting("fedavg", "mnist", "Dirichlet 0.1", (*SOME, *alpha(0.1))),
     Setting("fedavg", "femnist", "writers", (*SOME, "model.name=mlp", "model.hidden=200", "training.lr=0.01"), THREE,
             changed=20),
+    # where the gate opens, held closed
+    Setting("label-shift", "digits", "two classes, gate closed", (*ROUNDS, SHUT), THREE, ("label-shift",)),
+    Setting("label-shift", "mnist", "two classes, gate closed", (*SOME, SHUT), (34,), ("label-shift",)),
     Setting(CLOSED, "mnist", "two classes", (), (34,), ON_MODEL, changed=50),
     Setting(CLOSED, "cifar10", "two classes", (), (34,), ON_MODEL, changed=20),
+    Setting(f"{CLOSED}-label-shift", "cifar10", "two classes, gate closed", (SHUT,), (34,), ("label-shift",)),
     Setting(CLOSED, "cifar10", "i.i.d.", (IID,), (34,), ON_MODEL),
     Setting(CLOSED, "cifar10", "Dirichlet 0.01", alpha(0.01), (34,), ON_MODEL),
     Setting(CLOSED, "cifar10", "Dirichlet 0.5", alpha(0.5), (34,), ON_MODEL),
