@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import newcomers
 from benchmarks.peers.__main__ import ROOT, Contender, calm, operations
 from benchmarks.peers.environments import UnavailableError
 from benchmarks.peers.ours import prepare
@@ -55,3 +56,16 @@ def test_operations_of_a_round_grow_with_its_clients_and_iterations() -> None:
     weights = 784 * 200 + 200 * 200 + 200 * 10
     assert one == 2 * 64 * (2 * 784 * 200 + 3 * (weights - 784 * 200))
     assert operations(Work("mlp", "fedavg", clients=5, iterations=4), False) == 20 * one
+
+
+def test_what_newcomers_were_told_is_counted_as_it_is_said() -> None:
+    told = [
+        {"samples": n, "verdict": verdict, "estimates": [(0.5, 0.4, 0.6), (0.8, 0.7, 1.0)], "accuracy": [truth, 0.9]}
+        for n, verdict, truth in ((40, "alike", 0.5), (20, "unlike", 0.7), (40, "alike", 0.6), (3, "too few", 0.4))
+    ]
+    assert newcomers.verdicts(told) == ["67%", "33%"], "of those with enough samples"
+    assert newcomers.covered(told) == ["75%", "100%"]
+    assert newcomers.width(told) == "30.0"
+    assert newcomers.right(told, 1) == "90.0"
+    assert newcomers.covered([told[0] | {"estimates": []}]) == ["", ""]
+    assert len({setting.name for setting in newcomers.SETTINGS}) == len(newcomers.SETTINGS)
