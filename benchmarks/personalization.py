@@ -29,7 +29,7 @@ from upfl.data.inputs import Inputs
 from upfl.data.partition import Partition
 from upfl.data.source import Source
 from upfl.engine.allocator import keep_freed_memory
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import Population
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.engine.rounds import one_thread
@@ -101,7 +101,8 @@ def prepared(name: str, model: str, shape: tuple[int, int, int]) -> tuple[Person
         None,
         Pixels(shape=shape, scale=255.0, mean=(0.5,) * channels, std=(0.25,) * channels),
     )
-    federation, inputs = build_federation(source, Partition(kind="iid", clients=2 * CLIENTS), 0), Inputs(source)
+    federation = build_federation(source, Partition(kind="iid", clients=2 * CLIENTS), 0)
+    population = Population(federation, Inputs(source), 0)
     for kind in ("fedavg", "fedtta-prox", "fedper"):
         config = configure(kind, dataset)
         task = Task(config.model.build(shape, 10), 10, CLIENTS)
@@ -109,10 +110,10 @@ def prepared(name: str, model: str, shape: tuple[int, int, int]) -> tuple[Person
         if PERSONALIZERS[name].why_not(training) is None:
             break
     personalizer = make_personalizer(name, training, config.personalizer_hyper(name))
-    members = [training.memory(LocalClient(federation, inputs, 0, i, 0)) for i in range(CLIENTS)]
+    members = [training.memory(population.training(i)) for i in range(CLIENTS)]
     state = training.publish(training.init(generator(0, "init")))
     published = Published(state, 1, members if training.publishes_memory else ())
-    return personalizer, fit_needs([personalizer], published, federation, inputs, 0, Group())[0].published
+    return personalizer, fit_needs([personalizer], published, population, Group())[0].published
 
 
 def images(count: int, shape: tuple[int, int, int]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from upfl.data.federation import Clients, Federation
 from upfl.data.forms import Pixels
 from upfl.data.inputs import Inputs
 from upfl.data.source import Source
+from upfl.engine.clients import Population
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.methods import make_personalizer, personalizer_class
@@ -84,7 +85,7 @@ class World:
         """What these personalizers need, fitted over the training clients."""
         made = [self.personalizer(one) if isinstance(one, str) else one for one in personalizers]
         federation, inputs = self.federation()
-        return fit_needs(made, self.published(), federation, inputs, 0, group or Group())[0]
+        return fit_needs(made, self.published(), Population(federation, inputs, 0), group or Group())[0]
 
     def relabelled(self, client: int, labels: Tensor) -> World:
         """The same clients, of whom one has other labels for validation; those that it trained on stay."""

@@ -23,6 +23,7 @@ from upfl import api, data
 from upfl.bundle import Bundle, PersonalModel, export
 from upfl.contract import Batch, Personalizer, Published, Stage, Unlabelled
 from upfl.data.inputs import Inputs
+from upfl.engine.clients import Population
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -159,7 +160,7 @@ def test_a_fit_does_not_depend_on_where_things_lie_in_memory(name: str) -> None:
     personalizers = [make_personalizer(one, training, personalizer_class(one).Hyper()) for one in wanted]
 
     def fitted(published: Published, inputs: Inputs) -> Any:
-        return fit_needs(personalizers, published, federation, inputs, 0, Group())[0]
+        return fit_needs(personalizers, published, Population(federation, inputs, 0), Group())[0]
 
     expected = fitted(published, inputs)
     ours = fitted(shifted_published(published), ShiftedInputs(federation.source))

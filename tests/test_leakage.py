@@ -21,7 +21,6 @@ from upfl.config import Config, configure
 from upfl.contract import Published
 from upfl.data import load
 from upfl.data.federation import Federation, build_federation
-from upfl.engine.clients import newcomer
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -80,12 +79,10 @@ def seen(config: Config, federation: Federation, path: Path) -> Seen:
     setup = assemble(config, federation)
     engine: Engine[Any] = Engine.local(RunFolder.create(path, config), setup=setup)
     engine.run()
-    personalizers = setup.personalizers
+    personalizers, population = setup.personalizers, setup.population
     with torch.no_grad():
-        given, _ = fit_needs(
-            list(personalizers.values()), engine.published(), federation, setup.inputs, config.seed, Group()
-        )
-        clients = [newcomer(federation, setup.inputs, config.seed, i) for i in range(len(federation.new))]
+        given, _ = fit_needs(list(personalizers.values()), engine.published(), population, Group())
+        clients = [population.newcomer(i) for i in range(len(federation.new))]
         logits = {
             name: [one.personalize(given.published, client).logits for client in clients]
             for name, one in personalizers.items()

@@ -18,7 +18,6 @@ from upfl.contract import Personalized, Personalizer, Published, Training, Unlab
 from upfl.data import kept
 from upfl.data.federation import Federation
 from upfl.data.source import Source
-from upfl.engine.clients import newcomer
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
 from upfl.engine.rounds import Engine, Observer
@@ -212,11 +211,11 @@ class Run:
 
     def newcomer(self, client: int) -> Unlabelled:
         """A new client of the run's federation: inputs without labels."""
-        return newcomer(self.federation, self.setup.inputs, self.config.seed, client)
+        return self.setup.population.newcomer(client)
 
     def labels(self, client: int) -> Tensor:
         """A new client's labels, for scoring alone."""
-        return self.setup.inputs.y(self.federation.new.all(client))
+        return self.setup.population.newcomer_labels(client)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,14 @@ from upfl import plugins
 from upfl.config import Config, configure
 from upfl.contract import Client, Personalizer, Published, Task, Training, Unlabelled
 from upfl.engine.clients import LocalClient
-from upfl.engine.fold import FixedPointSum
 from upfl.engine.setup import Setup, assemble
 from upfl.methods import PERSONALIZERS, TRAININGS
 from upfl.models import mlp
 from upfl.personalize.calibration import Correction
 from upfl.state import State, prefixed, select
 from upfl.testing.parts import Parts as Parts
+from upfl.testing.parts import folded as folded
+from upfl.testing.parts import parts_of as parts_of
 from upfl.testing.parts import snapshot as snapshot
 from upfl.testing.parts import storable as storable
 from upfl.training.fedavg import FedAvg
@@ -160,15 +160,6 @@ def train_one(training: Training[Any], server: State, memory: State, client: Loc
                 assert loss.isfinite()
         up, kept = training.finish(server, carry, client)
         return dict(up), kept
-
-
-def folded(training: Training[Any], server: State, clients: Iterable[LocalClient]) -> FixedPointSum:
-    """The sum of what clients send in their first round."""
-    ups = [train_one(training, server, training.memory(client), client)[0] for client in clients]
-    total = FixedPointSum(ups[0], len(ups), training.scales)
-    for up in ups:
-        total.add(up)
-    return total
 
 
 _straight: dict[str, Outcome] = {}

@@ -14,6 +14,7 @@ from tests.helpers.shifts import EVERYTHING, overconfident, pooled_calibration, 
 from tests.runs import VirtualGroup, by_virtual_workers
 from tests.synthetic import World, world
 from upfl.contract import FOLDS, CrossFitted, Personalized, Published, Unlabelled
+from upfl.engine.clients import Population
 from upfl.engine.evaluate import evaluate
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
@@ -57,10 +58,10 @@ def test_few_clients_are_enough_to_fit_and_to_be_scored(clients: int) -> None:
     """Folds that are empty, and fits that no client is part of, fall back to the model as it is."""
     here = world(uneven(3, clients), uneven(3, 2), samples=10)
     made = [here.personalizer(name) for name in EVERYTHING]
-    federation, inputs = here.federation()
-    fits, _ = fit_needs(made, here.published(), federation, inputs, 0, Group())
+    everybody = Population(*here.federation(), 0)
+    fits, _ = fit_needs(made, here.published(), everybody, Group())
     for personalizer in made:
-        scores = evaluate(federation, inputs, personalizer, fits, 0, Group())
+        scores = evaluate(everybody, personalizer, fits, Group())
         assert scores.training[:, 2].tolist() == [10] * clients
     if clients == 1:
         own = select(fits.without(0).fitted, "calibration.none")
@@ -79,15 +80,15 @@ def test_a_training_client_is_scored_by_fits_without_it_and_a_new_one_by_those_o
 
     everybody = replace(here.published(), fitted={"without": torch.tensor(-1)})
     given = CrossFitted(everybody, tuple({"without": torch.tensor(fold)} for fold in range(FOLDS)))
-    evaluate(*here.federation(), Seeing(here.personalizer("none").training, Nothing.Hyper()), given, 0, Group())
+    method = Seeing(here.personalizer("none").training, Nothing.Hyper())
+    evaluate(Population(*here.federation(), 0), method, given, Group())
     assert seen == [0, 1, 2, 3, 4, 0, 1, -1, -1]
 
 
 def test_a_client_whose_model_fails_is_left_out_and_counted_once(shifted: World) -> None:
     broken = replace(shifted, logits=[*shifted.logits[:3], shifted.logits[3] * math.nan, *shifted.logits[4:]])
-    federation, inputs = broken.federation()
     calibrated = broken.personalizer("calibrated")
-    fits, facts = fit_needs([calibrated], broken.published(), federation, inputs, 0, Group())
+    fits, facts = fit_needs([calibrated], broken.published(), Population(*broken.federation(), 0), Group())
     assert {key: fact.get("left_out") for key, fact in facts.items()} == {
         "calibration.none": 1,
         "reliability.calibrated": 1,

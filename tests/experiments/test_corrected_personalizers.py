@@ -10,7 +10,6 @@ import pytest
 from tests.helpers.scored import SMALL
 from tests.plugin_methods import Said, lines, upfl
 from upfl.config import Config, configure
-from upfl.engine.clients import newcomer
 from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine
 from upfl.errors import RunError
@@ -120,6 +119,4 @@ def test_a_base_that_was_not_fitted_is_named(run: Path) -> None:
     engine = Engine.standing(RunFolder.open(run))
     kind = personalizer_class("tent+label-shift")
     with pytest.raises(RunError, match=r"calibration\.tent"):
-        kind(engine.training, kind.Hyper()).personalize(
-            engine.published(), newcomer(engine.federation, engine.setup.inputs, 0, 0)
-        )
+        kind(engine.training, kind.Hyper()).personalize(engine.published(), engine.setup.population.newcomer(0))

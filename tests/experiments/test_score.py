@@ -13,7 +13,7 @@ import torch
 from tests.plugin_methods import result, upfl
 from upfl.contract import Personalized, Published, Unlabelled
 from upfl.data.inputs import Inputs
-from upfl.engine.clients import newcomer
+from upfl.engine.clients import Population
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
@@ -68,7 +68,7 @@ def test_the_true_prior_is_the_calibrated_model_with_the_clients_frequencies(
 ) -> None:
     known = scorer.given.published.fitted
     for i, right in enumerate(scores["oracle-prior"].right):
-        client = newcomer(scorer.federation, scorer.inputs, scorer.config.seed, i)
+        client = scorer.population.newcomer(i)
         y = scorer.inputs.y(scorer.federation.new.all(i))
         z = scorer.personalizers["none"].personalize(scorer.given.published, client).logits.double()
         p = (known["calibration.none.scale"] * z.log_softmax(1) + known["calibration.none.bias"]).softmax(1)
@@ -84,7 +84,7 @@ def test_fine_tuning_on_half_of_the_labels_is_scored_on_the_other_half(
     for i, asked in enumerate(scores["oracle-half"].asked):
         size = len(scorer.federation.new.all(i))
         assert len(set(asked.tolist())) == len(asked) == size - size // 2
-    client = newcomer(scorer.federation, scorer.inputs, 0, 0)
+    client = scorer.population.newcomer(0)
     y = scorer.inputs.y(scorer.federation.new.all(0))
     oracle = HalfSupervised(scorer.engine.training)
     predicted, others = oracle.predict(scorer.given.published, client, y)
@@ -95,7 +95,7 @@ def test_fine_tuning_on_half_of_the_labels_is_scored_on_the_other_half(
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_oracles_take_the_smallest_clients(scorer: Scorer, samples: int) -> None:
-    client = newcomer(scorer.federation, scorer.inputs, 0, 0)
+    client = scorer.population.newcomer(0)
     y = scorer.inputs.y(scorer.federation.new.all(0))[:samples]
     for oracle in scorer.oracles:
         predicted, asked = oracle.predict(scorer.given.published, replace(client, x=client.x[:samples]), y)
@@ -130,7 +130,7 @@ def test_inductive_halves_are_disjoint_and_all_of_the_client(run: Path, monkeypa
     halves = [(x, asked) for x, asked in Watching.seen if asked is not None]
     assert len(halves) == len(scorer.federation.new)
     for i, (first, second) in enumerate(halves):
-        whole = newcomer(scorer.federation, scorer.inputs, 0, i).x
+        whole = scorer.population.newcomer(i).x
         assert abs(len(first) - len(second)) <= 1
         rows = [sorted(map(tuple, part.flatten(1).tolist())) for part in (torch.cat([first, second]), whole)]
         assert rows[0] == rows[1]
@@ -211,8 +211,8 @@ def test_labels_of_new_clients_change_no_fit_and_no_prediction(run: Path) -> Non
     auto = PERSONALIZERS["auto"](training, PERSONALIZERS["auto"].Hyper())
     found = []
     for held, given in ((federation, inputs), (replace(federation, source=other), Inputs(other))):
-        fits, facts = fit_needs([auto], engine.published(), held, given, 0, Group())
-        told = [auto.personalize(fits.published, newcomer(held, given, 0, i)) for i in range(3)]
+        fits, facts = fit_needs([auto], engine.published(), Population(held, given, 0), Group())
+        told = [auto.personalize(fits.published, Population(held, given, 0).newcomer(i)) for i in range(3)]
         found.append((fits, facts, told))
     assert found[0][1] == found[1][1]
     ours, theirs = (fits.published.fitted for fits, _, _ in found)

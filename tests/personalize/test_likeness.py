@@ -16,7 +16,7 @@ from upfl.contract import CrossFitted, Likeness, Published, Task
 from upfl.data.federation import Clients, Federation
 from upfl.data.forms import Pixels
 from upfl.data.source import Source
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import LocalClient, Population
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.models import mlp
@@ -55,7 +55,7 @@ def federation(mixes: list[Floats], train: int = 60, validation: int = 15) -> tu
 
 def published(mixes: list[Floats], **sizes: int) -> tuple[FedAvg, Published]:
     training, held, inputs = federation(mixes, **sizes)
-    given, facts = fit_needs([LikenessCheck(training)], Published(STATE, 1), held, inputs, 0, Group())
+    given, facts = fit_needs([LikenessCheck(training)], Published(STATE, 1), Population(held, inputs, 0), Group())
     assert facts[likeness.KEY]["inputs.within"] > 0
     return training, given.published
 

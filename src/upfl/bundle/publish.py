@@ -27,6 +27,7 @@ from upfl.bundle.write import require_new, write_folder
 from upfl.contract import HasNeeds, Published, Training
 from upfl.data.forms import Form
 from upfl.data.inputs import Inputs
+from upfl.engine.clients import Population
 from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.engine.rounds import one_thread
@@ -62,7 +63,7 @@ def export(run: Run, out: str | Path, add: Sequence[str] = ()) -> Bundle:
         needed += [make_personalizer(name, run.training, hyper) for name, hyper in personalizers.items()]
         published = replace(published, fitted={})
     with one_thread(), torch.no_grad():
-        given, _ = fit_needs(needed, published, run.federation, Inputs(source), config.seed, Group())
+        given, _ = fit_needs(needed, published, Population(run.federation, Inputs(source), config.seed), Group())
     summary = {
         "method": config.method,
         "dataset": config.dataset,

@@ -86,15 +86,27 @@ def _drawn(wanted: Mapping[str, Noise], batch: Batch, source: torch.Generator) -
     }
 
 
-def newcomer(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:
-    """A new client's inputs. Its labels stay here: a personalizer's client has no place for them."""
-    indices = federation.new.all(client)
-    x = inputs.x(indices, float(federation.new.angles[client]))
-    return Unlabelled(client, x, seed, federation.architecture("new", client))
+@dataclass(frozen=True)
+class Population:
+    """The clients of a run: those that train, in a round, and everybody without labels."""
 
+    federation: Federation
+    inputs: Inputs
+    seed: int
 
-def validation_client(federation: Federation, inputs: Inputs, seed: int, client: int) -> Unlabelled:
-    """A training client's validation inputs, as unlabelled as a newcomer's."""
-    indices = federation.training.validation(client)
-    x = inputs.x(indices, float(federation.training.angles[client]))
-    return Unlabelled(client, x, seed, federation.architecture("training", client))
+    def training(self, id: int, round: int = 0) -> LocalClient:
+        return LocalClient(self.federation, self.inputs, self.seed, id, round)
+
+    def validating(self, id: int) -> Unlabelled:
+        """A training client's validation inputs, as unlabelled as a newcomer's."""
+        clients, kind = self.federation.training, self.federation.architecture("training", id)
+        return Unlabelled(id, self.inputs.x(clients.validation(id), float(clients.angles[id])), self.seed, kind)
+
+    def newcomer(self, id: int) -> Unlabelled:
+        """A new client's inputs. Its labels stay here: a personalizer's client has no place for them."""
+        clients, kind = self.federation.new, self.federation.architecture("new", id)
+        return Unlabelled(id, self.inputs.x(clients.all(id), float(clients.angles[id])), self.seed, kind)
+
+    def newcomer_labels(self, id: int) -> Tensor:
+        """What a new client's predictions are compared with afterwards."""
+        return self.inputs.y(self.federation.new.all(id))

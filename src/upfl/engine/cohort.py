@@ -171,16 +171,8 @@ class LocalCohort(Cohort):
         scores = {}
         for name, personalizer in self.setup.personalizers.items():
             tell(f"scoring {row_name(self.setup.training.name, name)}")
-            scores[name] = evaluate(
-                self.setup.federation,
-                self.setup.inputs,
-                personalizer,
-                given,
-                self.setup.config.seed,
-                self.group,
-                self.own_memory,
-                self.setup.config.evaluate_clients,
-            )
+            limit = self.setup.config.evaluate_clients
+            scores[name] = evaluate(self.setup.population, personalizer, given, self.group, self.own_memory, limit)
         return scores
 
 

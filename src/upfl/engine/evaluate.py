@@ -12,8 +12,7 @@ from torch import Tensor
 
 from upfl.contract import CrossFitted, Personalized, Personalizer, Published
 from upfl.data.federation import ROLES, Federation, Role
-from upfl.data.inputs import Inputs
-from upfl.engine.clients import newcomer, validation_client
+from upfl.engine.clients import Population
 from upfl.engine.group import Group
 from upfl.state import State, all_aligned
 
@@ -72,19 +71,17 @@ def percent(correct: Tensor, samples: Tensor) -> float:
 
 
 def evaluate(
-    federation: Federation,
-    inputs: Inputs,
+    population: Population,
     personalizer: Personalizer[Any],
     given: CrossFitted,
-    seed: int,
     group: Group,
     memory: Memory = lambda client: None,
     limit: int | None = None,
 ) -> Scores:
     """Score a personalizer on every client (or the first `limit` of each kind), shared out among the workers."""
-    training = validation_counts(federation, inputs, personalizer, given, seed, group, memory, limit)
-    new, steps = newcomer_counts(federation, inputs, personalizer, given.published, seed, group, limit)
-    return Scores(training, new, steps, held_out(federation, training))
+    training = validation_counts(population, personalizer, given, group, memory, limit)
+    new, steps = newcomer_counts(population, personalizer, given.published, group, limit)
+    return Scores(training, new, steps, held_out(population.federation, training))
 
 
 def held_out(federation: Federation, counts: Tensor) -> Tensor:
@@ -93,23 +90,22 @@ def held_out(federation: Federation, counts: Tensor) -> Tensor:
 
 
 def validation_counts(
-    federation: Federation,
-    inputs: Inputs,
-    personalizer: Personalizer[Any],
+    population: Population,
+    method: Personalizer[Any],
     given: CrossFitted,
-    seed: int,
     group: Group,
-    memory: Memory = lambda client: None,
-    limit: int | None = None,
+    memory: Memory,
+    limit: int | None,
 ) -> Tensor:
     """What a personalizer gets right of each training client's validation data: [clients, 3]."""
+    federation = population.federation
     sizes, chosen = federation.training.counts("validation"), validating(federation, limit)
     counts = no_counts(chosen)
     for i in group.share(chosen, sizes[chosen].tolist()):
         if sizes[i]:
             group.check()
             published = shown_to(i, federation, given)
-            counts[i] = score_validation(federation, inputs, personalizer, published, seed, i, memory(i))
+            counts[i] = score_validation(population, method, published, i, memory(i))
     group.sum_(counts)
     return counts
 
@@ -131,53 +127,41 @@ def shown_to(client: int, federation: Federation, given: CrossFitted) -> Publish
 
 
 def score_validation(
-    federation: Federation,
-    inputs: Inputs,
-    personalizer: Personalizer[Any],
-    published: Published,
-    seed: int,
-    client: int,
-    memory: State | None,
+    population: Population, personalizer: Personalizer[Any], published: Published, client: int, memory: State | None
 ) -> Tensor:
     """A training client's counts on its validation data, which it personalizes on without labels."""
     own = None if memory is None else all_aligned(memory)
-    personalized = personalizer.personalize(published, validation_client(federation, inputs, seed, client), own)
-    return count_correct(personalized, inputs.y(federation.training.validation(client)))
+    personalized = personalizer.personalize(published, population.validating(client), own)
+    return count_correct(personalized, population.inputs.y(population.federation.training.validation(client)))
 
 
 def newcomer_counts(
-    federation: Federation,
-    inputs: Inputs,
+    population: Population,
     personalizer: Personalizer[Any],
     published: Published,
-    seed: int,
     group: Group,
     limit: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What a personalizer gets right of each new client's data, [clients, 3], and the steps that it took."""
+    federation = population.federation
     sizes = federation.new.sizes()[:limit]
     counts = torch.zeros(len(sizes), 3, dtype=torch.int64)
     steps = torch.zeros(len(sizes), dtype=torch.int64)
     scored = [i for i in range(len(sizes)) if federation.has_labels(i)]
     for i in group.share(scored, sizes[scored].tolist()):
         group.check()
-        counts[i], steps[i] = score_newcomer(federation, inputs, personalizer, published, seed, i)
+        counts[i], steps[i] = score_newcomer(population, personalizer, published, i)
     group.sum_(counts)
     group.sum_(steps)
     return counts, steps
 
 
 def score_newcomer(
-    federation: Federation,
-    inputs: Inputs,
-    personalizer: Personalizer[Any],
-    published: Published,
-    seed: int,
-    client: int,
+    population: Population, personalizer: Personalizer[Any], published: Published, client: int
 ) -> tuple[Tensor, int]:
     """A new client's counts and steps: it personalizes without labels, which are looked at afterwards."""
-    personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, client))
-    return count_correct(personalized, inputs.y(federation.new.all(client))), personalized.diary.steps
+    personalized = personalizer.personalize(published, population.newcomer(client))
+    return count_correct(personalized, population.newcomer_labels(client)), personalized.diary.steps
 
 
 def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
@@ -187,19 +171,14 @@ def count_correct(personalized: Personalized, y: Tensor) -> Tensor:
 
 
 def unscored(
-    federation: Federation,
-    inputs: Inputs,
-    personalizer: Personalizer[Any],
-    published: Published,
-    seed: int,
-    limit: int | None = None,
+    population: Population, personalizer: Personalizer[Any], published: Published, limit: int | None = None
 ) -> list[dict[str, Any]]:
     """What can be told of new clients without labels: their class mix, and the accuracy that is estimated."""
-    found = []
+    federation, found = population.federation, []
     for i in range(len(federation.new))[:limit]:
         if federation.has_labels(i):
             continue
-        personalized = personalizer.personalize(published, newcomer(federation, inputs, seed, i))
+        personalized = personalizer.personalize(published, population.newcomer(i))
         diary = personalized.diary
         mix = diary.mix or personalized.logits.double().softmax(1).mean(0).tolist()
         found.append(

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from upfl.contract import CrossFitted, Fit, HasNeeds, Published, needs_of
 from upfl.data.federation import Federation
-from upfl.data.inputs import Inputs
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import LocalClient, Population
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.group import Group
 from upfl.errors import BadClientError, ConfigError, StoppedError
@@ -23,18 +22,16 @@ from upfl.state import State, all_aligned
 def fit_needs(
     personalizers: Sequence[HasNeeds],
     published: Published,
-    federation: Federation,
-    inputs: Inputs,
-    seed: int,
+    population: Population,
     group: Group,
     tell: Callable[[str], None] = lambda what: None,
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
     """Fit what the personalizers need on the training clients of a federation that is here."""
-    require_data(personalizers, federation)
+    require_data(personalizers, population.federation)
 
     def by_workers(key: str, fit: Fit) -> tuple[State, int]:
-        clients = [LocalClient(federation, inputs, seed, i, 0) for i in clients_of(type(fit), federation)]
-        return run_fit(fit, clients, seed, group)
+        clients = [population.training(i) for i in clients_of(type(fit), population.federation)]
+        return run_fit(fit, clients, population.seed, group)
 
     return fit_by(by_workers, personalizers, published, tell)
 

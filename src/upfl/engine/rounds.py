@@ -288,7 +288,7 @@ class Engine(Generic[C]):
             return {}
         name = next(name for name in setup.personalizers if row_name(self.training.name, name) == row)
         published = self.folder.load_best(round)
-        told = unscored(setup.federation, setup.inputs, setup.personalizers[name], published, self.config.seed, limit)
+        told = unscored(setup.population, setup.personalizers[name], published, limit)
         return {"unscored": told} if told else {}
 
     def _without_withheld(self, figures: dict[str, Any]) -> dict[str, Any]:

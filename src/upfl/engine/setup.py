@@ -16,7 +16,7 @@ from upfl.data.federation import Federation
 from upfl.data.forms import Tokens
 from upfl.data.inputs import Inputs
 from upfl.data.large import federation_of
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import LocalClient, Population
 from upfl.engine.fitting import require_data
 from upfl.errors import ConfigError
 from upfl.methods import make_personalizer, make_training, personalizer_class, training_class
@@ -53,8 +53,12 @@ class Setup:
             notes = (*notes, f"{few} is not relied on: newcomers are not corrected; take more training clients")
         return notes
 
+    @property
+    def population(self) -> Population:
+        return Population(self.federation, self.inputs, self.config.seed)
+
     def client(self, id: int, round: int) -> LocalClient:
-        return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
+        return self.population.training(id, round)
 
 
 def assemble(config: Config, federation: Federation | None = None, device: str | None = None) -> Setup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def score_on_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -
     if file.exists():
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return stored
-    config, inputs = run.config, run.setup.inputs
+    config = run.config
     federation = with_newcomers(run.federation, config.partition, changes)
+    population = replace(run.setup.population, federation=federation)
     chosen = range(len(federation.new))[: config.evaluate_clients]
     clients = [client for client in chosen if federation.has_labels(client)]
     rows = []
@@ -43,7 +45,7 @@ def score_on_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -
 
             def score(client: int) -> dict[str, Any]:
                 with torch.no_grad():  # which holds for a thread
-                    counts, _ = score_newcomer(federation, inputs, personalizer, published, config.seed, client)  # noqa: B023 - called within its turn of the loop
+                    counts, _ = score_newcomer(population, personalizer, published, client)  # noqa: B023 - called within its turn of the loop
                 before, after, size = counts.tolist()
                 return {
                     "client": client,

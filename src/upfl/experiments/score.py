@@ -20,7 +20,7 @@ from torch import Tensor
 from upfl.contract import Personalizer, Training, Unlabelled
 from upfl.data.draft import MISSING
 from upfl.data.federation import with_newcomers
-from upfl.engine.clients import newcomer
+from upfl.engine.clients import Population
 from upfl.engine.evaluate import unscored, validation, validation_counts
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
@@ -82,6 +82,7 @@ class Scorer:
         self.config, self.federation, self.inputs = self.engine.config, self.engine.federation, self.engine.setup.inputs
         if newcomers:
             self.federation = with_newcomers(self.federation, self.config.partition, newcomers)
+        self.population = Population(self.federation, self.inputs, self.config.seed)
         for kind in drawn:
             self._classes(kind)
         self.personalizers = {
@@ -93,9 +94,7 @@ class Scorer:
             self.given, self.facts = fit_needs(
                 [*self.personalizers.values(), *self.oracles],
                 self.engine.published(),
-                self.federation,
-                self.inputs,
-                self.config.seed,
+                self.population,
                 Group(),
                 tell=tell,
             )
@@ -107,7 +106,7 @@ class Scorer:
     def score(self, inductive: bool = False, tell: Tell = lambda what: None) -> list[Score]:
         """On the federation's own new clients, and on training clients' validation data."""
         clients = [
-            (newcomer(self.federation, self.inputs, self.config.seed, i), self.inputs.y(self.federation.new.all(i)))
+            (self.population.newcomer(i), self.population.newcomer_labels(i))
             for i in range(len(self.federation.new))
             if self.federation.has_labels(i)
         ]
@@ -116,19 +115,10 @@ class Scorer:
             for name, personalizer in self.personalizers.items():
                 tell(f"scoring {name}")
                 score = self._personalizer(personalizer, clients, inductive)
-                counts = validation_counts(
-                    self.federation,
-                    self.inputs,
-                    personalizer,
-                    self.given,
-                    self.config.seed,
-                    Group(),
-                    self.engine.cohort.own_memory,
-                )
+                memory = self.engine.cohort.own_memory
+                counts = validation_counts(self.population, personalizer, self.given, Group(), memory, None)
                 score.validation = validation(counts, torch.from_numpy(self.federation.training.held_out))
-                score.unscored = unscored(
-                    self.federation, self.inputs, personalizer, self.given.published, self.config.seed
-                )
+                score.unscored = unscored(self.population, personalizer, self.given.published)
                 scores.append(score)
             for oracle in self.oracles:
                 tell(f"scoring {oracle.name}")
@@ -192,7 +182,7 @@ class Scorer:
             held = np.flatnonzero(np.isin(labels, rng.choice(present, kind.classes, replace=False)))
             indices = pool[rng.choice(held, min(kind.samples, len(held)), replace=False)]
             x = self.inputs.x(indices, float(rng.choice(self.federation.new.angles)))
-            like = newcomer(self.federation, self.inputs, self.config.seed, i % len(self.federation.new))
+            like = self.population.newcomer(i % len(self.federation.new))
             yield replace(like, id=i, x=x), self.inputs.y(indices)
 
 

@@ -324,13 +324,7 @@ class NodeCohort(Cohort):
         scores = {}
         for name, personalizer in setup.personalizers.items():
             new, steps = newcomer_counts(
-                setup.federation,
-                setup.inputs,
-                personalizer,
-                given.published,
-                setup.config.seed,
-                self.group,
-                setup.config.evaluate_clients,
+                setup.population, personalizer, given.published, self.group, setup.config.evaluate_clients
             )
             scores[name] = Scores(validation[name], new, steps, held_out(setup.federation, validation[name]))
         return scores

@@ -125,7 +125,7 @@ class TrainingNode:
             return {}
         with self.precision():
             return {
-                name: score_validation(federation, setup.inputs, one, shown, setup.config.seed, self.id, memory)
+                name: score_validation(setup.population, one, shown, self.id, memory)
                 for name, one in setup.personalizers.items()
             }
 

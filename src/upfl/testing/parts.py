@@ -14,7 +14,7 @@ from upfl.contract import CrossFitted, Personalizer, Published, Training
 from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.data import Federation
 from upfl.data.inputs import Inputs
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import LocalClient, Population
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.local import train_client
 from upfl.engine.setup import assemble
@@ -45,7 +45,11 @@ class Parts:
     given: CrossFitted
 
     def client(self, id: int, round: int = 0) -> LocalClient:
-        return LocalClient(self.federation, self.inputs, self.config.seed, id, round)
+        return self.population.training(id, round)
+
+    @property
+    def population(self) -> Population:
+        return Population(self.federation, self.inputs, self.config.seed)
 
     @property
     def published(self) -> Published:

@@ -16,7 +16,6 @@ from torch import Tensor
 from upfl.config import Config
 from upfl.contract import Personalized, Personalizer, Published, Unlabelled
 from upfl.data.inputs import Inputs
-from upfl.engine.clients import newcomer, validation_client
 from upfl.engine.evaluate import Scores, evaluate
 from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
@@ -42,7 +41,7 @@ class Case:
 
     @classmethod
     def of(cls, parts: Parts, name: str) -> Case:
-        method, client = parts.personalizers[name], newcomer(parts.federation, parts.inputs, 0, 1)
+        method, client = parts.personalizers[name], parts.population.newcomer(1)
         return cls(parts, name, method, client, method.personalize(parts.published, client))
 
     @property
@@ -69,7 +68,7 @@ def check_personalizers(config: Config, names: Sequence[str]) -> None:
     with one_thread(), torch.no_grad():
         parts = parts_of(config, names)
         wanted = list(parts.personalizers.values())
-        given, _ = fit_needs(wanted, parts.published, parts.federation, parts.inputs, 0, Group())
+        given, _ = fit_needs(wanted, parts.published, parts.population, Group())
         for name in names:
             case = Case.of(replace(parts, given=given), name)
             for check in PERSONALIZER_CHECKS:
@@ -79,7 +78,7 @@ def check_personalizers(config: Config, names: Sequence[str]) -> None:
 def changes_neither_the_published_state_nor_the_client(case: Case) -> None:
     _unchanged(case, case.client)
     if (memory := case.parts.memory(1)) is not None:
-        _unchanged(case, validation_client(case.parts.federation, case.parts.inputs, 0, 1), memory)
+        _unchanged(case, case.parts.population.validating(1), memory)
 
 
 def _unchanged(case: Case, client: Unlabelled, memory: State | None = None) -> None:
@@ -108,7 +107,7 @@ def predicts_its_own_and_later_data(case: Case) -> None:
     else:
         _close(own, first.logits, "later = 'same', and the predictor says something else than `logits`")
     require(torch.equal(first.predict(x), own.argmax(1)), "predict is not the largest of predict_logits")
-    later = newcomer(case.parts.federation, case.parts.inputs, 0, 2).x
+    later = case.parts.population.newcomer(2).x
     said = first.predict_logits(later)
     require(said.shape == (len(later), case.classes), f"predict_logits: shape {list(said.shape)}")
     require(said.isfinite().all(), "predict_logits: not finite")
@@ -204,7 +203,7 @@ def evaluated(
     parts: Parts, method: Personalizer[Any], memory: Callable[[int], State | None]
 ) -> tuple[Scores, list[Tensor]]:
     listening = Listening(method)
-    scores = evaluate(parts.federation, parts.inputs, listening, parts.given, 0, Group(), memory, EVALUATED)
+    scores = evaluate(parts.population, listening, parts.given, Group(), memory, EVALUATED)
     return scores, listening.heard
 
 

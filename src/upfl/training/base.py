@@ -57,6 +57,10 @@ class LocalTraining(Training[L]):
     def begin(self, server: State, memory: State, client: Client) -> State:
         return self.carry(server)
 
+    def received(self, server: State) -> State:
+        """The model that a client begins from, for a carry whose steps are drawn back to it."""
+        return prefixed("received", self.model.layout(select(server, "psi")))
+
     def carry(self, models: State) -> State:
         """A copy of models to train, and what the steps need beside them."""
         return self.model.layout({name: value.clone() for name, value in models.items()})

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client
-from upfl.state import State, combined, prefixed, select, trainable
+from upfl.state import State, combined, select, trainable
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.sgd import cross_entropy, sgd_
 
@@ -29,8 +29,7 @@ class FedProx(FedAvg):
     hyper: FedProxHyper
 
     def begin(self, server: State, memory: State, client: Client) -> State:
-        received = self.model.layout(select(server, "psi"))
-        return super().begin(server, memory, client) | prefixed("received", received)
+        return super().begin(server, memory, client) | self.received(server)
 
     @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:

@@ -138,8 +138,7 @@ class FedTTAProx(FedTTA):
     hyper: FedTTAProxHyper
 
     def begin(self, server: State, memory: State, client: Client) -> State:
-        received = self.model.layout(select(server, "psi"))
-        return super().begin(server, memory, client) | prefixed("received", received)
+        return super().begin(server, memory, client) | self.received(server)
 
     @property
     def step_cost(self) -> float:
