@@ -15,13 +15,13 @@ demo: $(STAMP)   ## train a small federation, let unlabelled newcomers join, sho
 	$(BIN)/upfl demo
 
 test: $(STAMP)   ## the test suite
-	$(BIN)/pytest -n 2 -m "not full"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not full"
 
 test-bits: $(STAMP) ## the checks of bits once more, as on a processor with another instruction set
 	$(BIN)/python -m tests.other_processor
 
 test-all: $(STAMP) ## the test suite with the full matrix of methods, workers and kills, and bits on plain x86-64
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 	$(BIN)/python -m tests.other_processor default
 
 lint: $(STAMP)   ## ruff: rules and formatting

@@ -76,7 +76,11 @@ def fits(shifted: World) -> CrossFitted:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what compares bits in this process: under another instruction set it may find another fault."""
+    """Mark what compares bits in this process: under another instruction set it may find another fault.
+
+    The one test that mostly waits comes first, so that another process works meanwhile.
+    """
+    items.sort(key=lambda item: item.path.stem != "test_flower_deployment")
     for item in items:
         file = item.path.stem
         whole = item.path.parent.name == "conformance" or file in ("test_alignment", "test_recorded")

@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> int:
         return 0
     said = " ".join(f"{key}={value}" for key, value in settings.items())
     sys.stderr.write(f"the checks of bits once more, on {own} with {said}\n")
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-m", "bits and not full", *arguments[asked:]]
-    return subprocess.run(command, env=os.environ | settings, check=False).returncode
+    pytest = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "bits and not full"]
+    return subprocess.run([*pytest, *arguments[asked:]], env=os.environ | settings, check=False).returncode
 
 
 if __name__ == "__main__":

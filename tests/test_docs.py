@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from docs import build, generate
 from docs.equations import mathml, page_of
 
 import upfl
+from tests.helpers import pages
 from upfl.cli import COMMANDS
 from upfl.config import Config
 from upfl.data import Partition
@@ -110,34 +112,26 @@ def test_a_docstring_keeps_its_prose_and_its_lists() -> None:
 TUTORIALS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "```sh\n" in path.read_text(encoding="utf-8"))
 
 
+def test_the_unit_of_a_node_starts_it_again_until_the_link_has_forgotten_the_one_that_crashed() -> None:
+    """The link refuses it for about a minute; systemd gives up after five starts unless told otherwise."""
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    unit = configparser.ConfigParser(strict=False)  # Environment= stands there twice
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(re.findall(r"```ini\n(.*?)```", page, re.DOTALL)[0].replace("\\\n", ""))
+    assert unit["Service"]["Restart"] == "always"
+    assert unit["Service"].getint("RestartSec") <= 10
+    assert unit["Unit"].getint("StartLimitIntervalSec") == 0
+    assert "python -m upfl.flower.node --superlink " in unit["Service"]["ExecStart"]
+    assert "it is refused with 305, too" in " ".join(page.split())
+
+
 def test_there_are_tutorials() -> None:
     assert {path.stem for path in TUTORIALS} >= {"first-federation", "a-row-of-the-paper", "newcomer", "add-a-method"}
 
 
-def script(page: Path) -> str:
-    """A page's blocks as one program of the shell: Python that begins with a file's name becomes that file."""
-    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    parts = ["set -e"]
-    for kind, code in blocks:
-        named = re.match(r"# (\w+\.py)\n", code)
-        program = f"cat > {named[1]}" if named else "python -"
-        parts.append(f"{program} <<'END-OF-BLOCK'\n{code}END-OF-BLOCK" if kind == "python" else code)
-    return "\n".join(parts)
-
-
-def run(page: Path, folder: Path, text: str) -> str:
-    path = os.pathsep.join([str(folder), *sys.path])
-    environment = os.environ | SHELL | {"PYTHONPATH": path, "UPFL_PLUGINS": "", "UPFL_CACHE": str(folder / "cache")}
-    ended = subprocess.run(
-        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
-
-
 @pytest.mark.parametrize("page", [page for page in TUTORIALS if page.stem != "flower"], ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
-    run(page, tmp_path, script(page))
+    pages.run(pages.blocks(page), tmp_path)
 
 
 @pytest.mark.full
@@ -146,13 +140,26 @@ def test_the_tutorial_on_flower_runs_as_it_stands(tmp_path: Path) -> None:
     """With ports that are free, in a folder that has the app; whatever goes wrong, its processes end."""
     pytest.importorskip("flwr", reason="the extra `flower` is not installed")
     shutil.copytree(ROOT / "flower", tmp_path / "flower")
-    page = ROOT / "docs" / "tutorials" / "flower.md"
-    text = script(page)
+    text = script(ROOT / "docs" / "tutorials" / "flower.md")
     for port, free in zip(("8000", "901$I"), (str(free_port()), "$((FIRST + I))"), strict=True):
         text = text.replace(port, free)
     bounded = "trap 'kill $(cat *.pid) 2>/dev/null || true' EXIT\n"
-    said = run(page, tmp_path, f"FIRST={free_port()}\n{bounded}{text}")
-    assert "personalized by" in said
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | SHELL | {"PYTHONPATH": path, "UPFL_PLUGINS": "", "UPFL_CACHE": str(tmp_path / "cache")}
+    command = ["bash", "-c", f"FIRST={free_port()}\n{bounded}{text}"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    assert "personalized by" in ended.stdout
+
+
+def script(page: Path) -> str:
+    """A page's blocks as one program of the shell: Python that begins with a file's name becomes that file."""
+    parts = ["set -e"]
+    for kind, code in pages.blocks(page):
+        named = re.match(r"# (\w+\.py)\n", code)
+        program = f"cat > {named[1]}" if named else "python -"
+        parts.append(f"{program} <<'END-OF-BLOCK'\n{code}END-OF-BLOCK" if kind == "python" else code)
+    return "\n".join(parts)
 
 
 def free_port() -> int:

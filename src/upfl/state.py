@@ -46,9 +46,9 @@ def aligned(value: Tensor) -> Tensor:
     PyTorch allocates begins at a multiple of 64 bytes. What comes from a file, a message or a slice may not: it is
     copied, in the same layout. Sums of integers are exact wherever they lie.
     """
-    if not value.is_floating_point() or is_vectorized(value) or value.data_ptr() % ALIGNMENT == 0:
+    if torch._C._functorch.is_batchedtensor(value) or value.data_ptr() % ALIGNMENT == 0:
         return value
-    return value.clone()
+    return value.clone() if value.is_floating_point() else value
 
 
 def all_aligned(state: Mapping[str, Tensor]) -> State:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_a_manifest_with_any_value_replaced_is_refused_or_used_never_a_crash(fed
     ("change", "says"),
     [
         (put("schema_version", value=2), "schema_version is 2, and this version of upfl reads 1"),
+        (put("schema_version", value=0), "schema_version is 0, and this version of upfl reads 1"),
         (put("kind", value="other"), "kind is 'other'"),
         (put("kind", value=[]), r"kind is \[\]"),
         (put("kind", value="personal"), "personalizer: Field required"),
@@ -118,6 +120,7 @@ def test_a_manifest_with_any_value_replaced_is_refused_or_used_never_a_crash(fed
         (put("personalizers", "tent", "steps", value=-1), "personalizers: .*steps"),
         (put("personalizers", "one-step", value={}), "personalizers: .*does not fit training"),
         (put("default", value="tnet"), "default: unknown personalizer 'tnet'; did you mean tent"),
+        (lambda manifest: manifest["fitted"].append("calibration.tent"), "fitted: it names .*calibration.tent"),
         (put("members", value=3), r"members/0\.safetensors: cannot be read"),
         (put("task", "classes", 9, value="10"), None),
         (put("task", "classes", 9, value="0"), "two classes have the same name"),
@@ -194,6 +197,12 @@ def test_weights_that_are_not_finite_do_not_go_out(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="not finite"):
         small_convnet(tmp_path, training=training, published=Published(state, 1))
     assert list(tmp_path.iterdir()) == []
+    bundle, x = small_convnet(tmp_path)
+    mine = bundle.personalize(x, "none")
+    endless = [{name: value * math.inf for name, value in mine.predictor.params[0].items()}]
+    with pytest.raises(BundleError, match="not finite"):
+        replace(mine, predictor=replace(mine.predictor, params=endless)).save(tmp_path / "me")
+    assert not (tmp_path / "me").exists()
 
 
 def test_what_personalizers_need_must_be_there(tmp_path: Path) -> None:

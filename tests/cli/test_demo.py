@@ -3,25 +3,33 @@
 import re
 from pathlib import Path
 
+import pytest
 from benchmarks import demo as benchmark
 
-from tests.plugin_methods import upfl
+from tests.plugin_methods import Said, upfl
 from upfl.cli.demo import RATES, ROUNDS, TRAININGS, configuration
 from upfl.methods import row_name, row_title
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_demo_prints_its_table_draws_its_picture_and_does_nothing_twice(tmp_path: Path) -> None:
-    said = upfl("demo", "--rounds", "1", "--workers", "1", "--out", tmp_path)
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
+    """A demonstration of one round: its folder, and what it said."""
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    return out, upfl("demo", "--rounds", "1", "--workers", "1", "--out", out)
+
+
+def test_demo_prints_its_table_draws_its_picture_and_does_nothing_twice(shown: tuple[Path, Said]) -> None:
+    out, said = shown
     assert said.code == 0
     assert all(title in said.out for title in ("FedAvg", "TENT", "FedTTA", "FedTTA-Prox", "FedTTA++"))
-    (picture,) = tmp_path.glob("*.png")
+    (picture,) = out.glob("*.png")
     assert picture.stat().st_size > 10_000
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.json*")}
-    assert upfl("demo", "--rounds", "1", "--workers", "1", "--out", tmp_path).code == 0
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.json*")} == before
-    other = upfl("demo", "--rounds", "2", "--workers", "1", "--out", tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in out.rglob("*.json*")}
+    assert upfl("demo", "--rounds", "1", "--workers", "1", "--out", out).code == 0
+    assert {file: file.stat().st_mtime_ns for file in out.rglob("*.json*")} == before
+    other = upfl("demo", "--rounds", "2", "--workers", "1", "--out", out)
     assert other.code == 4
     assert "--out" in other.err
 
@@ -61,10 +69,9 @@ def test_the_start_page_says_what_the_demo_does() -> None:
             assert re.search(rf"\| {re.escape(title)} \| \d\d\.\d \| \d\d\.\d \|", readme), title
 
 
-def test_the_benchmark_trains_what_the_demo_trains(tmp_path: Path) -> None:
+def test_the_benchmark_trains_what_the_demo_trains(shown: tuple[Path, Said], tmp_path: Path) -> None:
     lines = list(benchmark.table(["fedavg"], [0, 1], tmp_path / "table", rounds=1))
-    assert upfl("demo", "--rounds", "1", "--workers", "1", "--out", tmp_path / "demo").code == 0
-    one, other = tmp_path / "table" / "fedavg-p0", tmp_path / "demo" / "fedavg"
+    one, other = tmp_path / "table" / "fedavg-p0", shown[0] / "fedavg"
     for kind in ("config.toml", "result.json"):
         assert (one / kind).read_text() == (other / kind).read_text()
     assert [line.split("|")[1].strip() for line in lines[2:5]] == ["0", "1", "mean"]

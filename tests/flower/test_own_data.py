@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 
 from tests.helpers.flower import federated, own_data
 from tests.in_process_grid import InProcessGrid
@@ -70,7 +71,8 @@ def test_nodes_with_files_of_their_own_train_what_the_engine_would_on_all_of_the
         ({"client": 3}, "client is 3; a training node is one of 0 to 2"),
         ({"client": 1}, "client 1 is there already"),
         ({"cleint": 2}, "its node-config does not fit"),
-        ({"client": 2, "data": "/nowhere.npz"}, "its data cannot be used"),
+        ({"client": 2, "data": "nowhere.npz"}, "its data cannot be used"),
+        ({"client": 2, "data": "of-ms-smith.npz"}, "its data cannot be used"),
         ({}, "newcomer"),
     ],
 )
@@ -79,13 +81,24 @@ def test_a_node_that_does_not_fit_is_named_and_the_others_train(
 ) -> None:
     task, files = own_data(tmp_path, [30, 30, 30])
     good = {client: {"client": client, "data": str(files[client])} for client in (0, 1)}
+    np.savez(tmp_path / "of-ms-smith.npz", x=np.full((30, 8, 8), 213, np.uint8), y=np.zeros(30, np.int64))  # up to 16
+    own = {"data": str(files[2])} | change
+    own["data"] = str(tmp_path / own["data"])
     warned: list[str] = []
+    sent: list[str] = []
+
+    def overheard(node: int, asked: Message, reply: Message) -> Message:
+        sent.extend(str(value) for record in reply.content.config_records.values() for value in record.values())
+        return reply
+
     monkeypatch.setattr(cohort, "log", lambda level, text, *values: warned.append(text % values))
     federated(
         small("fedavg", clients_per_round=1.0),
         tmp_path / "run",
-        InProcessGrid(good | {9: {"data": str(files[2])} | change}),
+        InProcessGrid(good | {9: own}, overheard),
         task=task,
     )
     assert [line["clients"] for line in lines(tmp_path / "run")] == [2] * 4
     assert reason in next(text for text in warned if text.startswith("node 9 does not train"))
+    for secret in (str(tmp_path), "smith", "213", "nowhere"):
+        assert not [text for text in sent if secret in text], "the link learns of files or samples"

@@ -26,7 +26,10 @@ class Batch:
     index: Tensor | None = None  # the samples' places in their split
 
     def __post_init__(self) -> None:
-        set_first(self, x=aligned(self.x), mask=None if self.mask is None else aligned(self.mask))
+        if (x := aligned(self.x)) is not self.x:  # a batch is made for every step: only what moves is set again
+            set_first(self, x=x)
+        if self.mask is not None:
+            set_first(self, mask=aligned(self.mask))
         if self.noise:
             set_first(self, noise=all_aligned(self.noise))
 

@@ -195,7 +195,7 @@ def clients_of(column: Column) -> tuple[NDArray[np.int64], NDArray[np.bytes_]]:
             raise DataError(f"{column.where}: clients are named by texts or whole numbers, not by measurements")
         values = values.astype(np.int64)
     if len(values) < 2:
-        raise DataError(f"{column.where}: there is one client alone; a federation has two at least")
+        raise DataError(f"{column.where}: there is only one client; a federation needs at least two")
     return column.codes, names_array(values)
 
 

@@ -79,7 +79,7 @@ class SecureSums:
                 if few.step == "unmask":
                     break
                 asked = few.there if len(few.there) >= needed else everybody
-        raise StoppedError(f"the secure sum {name} was not to be had: {said}")
+        raise StoppedError(f"the secure sum {name} failed: {said}")
 
 
 class _Attempt:

@@ -170,4 +170,4 @@ def _options_of(name: str, factory: Factory) -> type[BaseModel]:
     try:
         return create_model(f"{name} options", __config__=extra, **fields)
     except (NameError, ValidationError) as error:  # a name that pydantic keeps for itself
-        raise ConfigError(f"model '{name}': its options cannot be made out: {error}") from error
+        raise ConfigError(f"model '{name}': its options cannot be read from its signature: {error}") from error

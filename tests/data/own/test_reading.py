@@ -168,7 +168,7 @@ def table(folder: Path, **changes: Any) -> Path:
         ({"f": [1.0, None, 3.0, 4.0, 5.0, 6.0]}, NAMED, ["row 2", "feature 'f'"]),
         ({"f": [1e30, 2.0, 3.0, 4.0, 5.0, 6.0]}, NAMED, ["row 1", "beyond 1e+15"]),
         ({"who": ["p", None, "q", "q", "r", "r"]}, NAMED, ["row 2", "no client"]),
-        ({"who": ["p"] * 6}, NAMED, ["one client alone"]),
+        ({"who": ["p"] * 6}, NAMED, ["only one client"]),
         ({"y": ["a", None, "a", "b", "a", "b"]}, Options(label="y"), ["row 2", "no label", "--client"]),
         ({"f": None}, NAMED, ["no column of numbers"]),
         ({}, Options(label="y", client="who", features=("f", "y")), ["column 'y'", "not a feature"]),

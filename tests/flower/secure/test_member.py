@@ -191,7 +191,7 @@ def test_a_threshold_that_is_no_majority_is_refused() -> None:
     federation, _, found = upto("share", about)
     with pytest.raises(RefusedError, match="no majority"):
         federation.ask(0, "share", found["adverts"])
-    with pytest.raises(RefusedError, match="threshold of 2 at least"):
+    with pytest.raises(RefusedError, match="threshold of at least 2"):
         federation.ask(0, "advertise", replace(ABOUT, threshold=1))
 
 

@@ -102,7 +102,7 @@ class Member:
         if f"{session.run}/{session.name}" in self._state.spent:
             raise RefusedError(f"it has given its part of the sum {session.name} already, and gives it once")
         if session.threshold < 2:
-            raise RefusedError("a secure sum needs a threshold of 2 at least")
+            raise RefusedError("a secure sum needs a threshold of at least 2")
         (cipher_secret, cipher_key), (mask_secret, mask_key) = new_key(), new_key()
         advert = Advert(self.client, cipher_key, mask_key)
         own, spent = {self.client: (cipher_key, mask_key)}, self._state.spent
