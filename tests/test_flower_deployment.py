@@ -99,17 +99,19 @@ class Deployment:
     def run(self, config: str) -> str:
         return str(self.flwr("run", str(ROOT / "flower"), "upfl", "-c", config)["run-id"])
 
-    def finish(self, run: str) -> None:
-        """Wait for a run's end."""
-        status = ""
+    def finish(self, run: str, last: Path) -> None:
+        """Wait for a run's end, near once its last file is there: asking Flower takes seconds of a processor."""
+        status, asked = "", time.monotonic()
 
         def ended() -> bool:
-            nonlocal status
+            nonlocal status, asked
+            if not last.exists() and time.monotonic() < asked + 30:
+                return False
             (about,) = self.flwr("list", "upfl", "--run-id", run)["runs"]
-            status = str(about["status"])
+            status, asked = str(about["status"]), time.monotonic()
             return status.startswith("finished")
 
-        self.wait(ended, f"run {run} ends", every=5)
+        self.wait(ended, f"run {run} ends", every=1)
         assert status == "finished:completed", f"{status}\n{self.log('link').read_text()[-5000:]}"
 
     def log(self, name: str) -> Path:
@@ -214,7 +216,7 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     log = deployment.log("node-3")
     deployment.wait(lambda: "Receiving: train message" in log.read_text(), "node 3 is asked to train", every=0.05)
     deployment.processes["node-3"].kill()
-    deployment.finish(run)
+    deployment.finish(run, out / "bundle" / "manifest.json")
 
     # The round went on without the node that was killed, which is named; so did the next.
     first, second = lines(out)
@@ -233,7 +235,7 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     deployment.node(4, f'data="{tmp_path / "mine.npy"}" out="{tmp_path / "me"}"')
     deployment.wait(lambda: link.read_text().count("Activated node_id") == 4, "the newcomer connects")
     run = deployment.run(f'{RUN} mode="personalize" bundle="{out / "bundle"}" min-nodes=1')
-    deployment.finish(run)
+    deployment.finish(run, tmp_path / "me" / "manifest.json")
     labels = np.array(source.class_names)[source.labels[mine]]
     before = Bundle.load(out / "bundle").personalize(source.x[mine]).personalized
     assert before is not None

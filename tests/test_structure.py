@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import upfl
+from tests.mutants import FURTHER, MUTANTS
 
 SOURCE = Path(upfl.__file__).parent
 ROOT = SOURCE.parents[1]
@@ -86,3 +87,15 @@ def test_only_processes_of_upfls_own_tune_the_allocator() -> None:
     users = {name for name, path in known.items() if "upfl.engine.allocator" in imports(path, known)}
     assert users == {"upfl.cli", "upfl.engine.worker", "upfl.experiments.trial"}
     assert [name for name, path in known.items() if "mallopt" in path.read_text()] == ["upfl.engine.allocator"]
+
+
+def test_the_faults_of_the_mutants_fit_the_source_as_it_is() -> None:
+    """`python -m tests.mutants` puts each in and looks whether the suite finds it."""
+    gone = [
+        (file, old)
+        for file, faults in MUTANTS.items()
+        for old, new in faults
+        if old not in (text := (SOURCE / file).read_text(encoding="utf-8")) or text == text.replace(old, new, 1)
+    ]
+    assert gone == []
+    assert [name for names in FURTHER.values() for name in names if not (ROOT / name).exists()] == []
