@@ -30,7 +30,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     "training/sgd.py": [
         ("(length + 1e-6) / clip", "(length + 1e-6) / (2 * clip)"),
         ("1 - rate * weight_decay", "1.0"),
-        ("if own_first:", "if not own_first:"),
+        ('if order == "own-first":', 'if order != "own-first":'),
     ],
     "training/fedprox.py": [
         ("hyper.mu, [received[name]", "2 * hyper.mu, [received[name]"),
