@@ -118,7 +118,7 @@ def main() -> None:
         if min(map(len, found)) < given.samples // 2:
             print(f"{name:48} the machine is too busy", flush=True)
         else:
-            show(name, *found, 1e3, "ms")
+            show(name, found[0], found[1], 1e3, "ms")
     for child in children:
         child.communicate()
     for command in COLD:
@@ -132,7 +132,7 @@ def main() -> None:
             took[which].append(time.perf_counter() - begun)
 
         in_turn(5, lambda: start(0), lambda: start(1))
-        show(f"python {' '.join(command)}", *took, 1.0, " s")
+        show(f"python {' '.join(command)}", took[0], took[1], 1.0, " s")
 
 
 def _line(child: subprocess.Popen[str]) -> Any:
