@@ -59,7 +59,7 @@ def score_on_newcomers(run: Run, changes: Mapping[str, Any], workers: int = 1) -
             for figure, of_client in (("test", "accuracy"), ("test_before", "before")) if clients else ():
                 row[figure] = _mean(row["clients"], of_client)
             with torch.no_grad():
-                told = unscored(federation, inputs, personalizer, published, config.seed, config.evaluate_clients)
+                told = unscored(population, personalizer, published, config.evaluate_clients)
             rows.append(row | ({"unscored": told} if told else {}))
     result = {"changes": dict(changes), "notes": list(federation.notes), "rows": rows}
     file.parent.mkdir(exist_ok=True)
