@@ -56,16 +56,16 @@ def jobs() -> dict[str, tuple[Callable[[], object], float]]:
         batch = Batch(x, torch.randint(0, 10, (BATCH,)))
         first, others = forward_operations(model, shape)
         task = Task(model, 10, 50)
-        result[f"FedTTA {name}"] = _step(FedTTA(task, FedTTA.Hyper()), batch), 6 * first + 12 * others
-        result[f"  FedTTA {name} by autograd"] = _by_autograd(task, batch, meta=True), 6 * first + 12 * others
+        result[f"FedTTA {name}"] = step_of(FedTTA(task, FedTTA.Hyper()), batch), 6 * first + 12 * others
+        result[f"  FedTTA {name} by autograd"] = by_autograd(task, batch, meta=True), 6 * first + 12 * others
         first_order = FedTTA(task, FedTTA.Hyper(second_order=False))
-        result[f"FedTTA {name}, first order"] = _step(first_order, batch), 5 * first + 8 * others
-        result[f"FedTTA-Prox {name}"] = _step(FedTTAProx(task, FedTTAProx.Hyper()), batch), 7 * first + 13 * others
+        result[f"FedTTA {name}, first order"] = step_of(first_order, batch), 5 * first + 8 * others
+        result[f"FedTTA-Prox {name}"] = step_of(FedTTAProx(task, FedTTAProx.Hyper()), batch), 7 * first + 13 * others
         if name == "MLP":
             result["  its matrix products alone"] = _products(model), 6 * first + 12 * others
         result[f"SGD {name}"] = _gradient(model, batch), 2 * first + 3 * others
-        result[f"  SGD {name} by autograd"] = _by_autograd(task, batch, meta=False), 2 * first + 3 * others
-        result[f"SGD {name}, with update"] = _step(FedAvg(task, FedAvg.Hyper()), batch), 2 * first + 3 * others
+        result[f"  SGD {name} by autograd"] = by_autograd(task, batch, meta=False), 2 * first + 3 * others
+        result[f"SGD {name}, with update"] = step_of(FedAvg(task, FedAvg.Hyper()), batch), 2 * first + 3 * others
     return result
 
 
@@ -81,7 +81,7 @@ def forward_operations(model: Layered, shape: tuple[int, int, int]) -> tuple[flo
     return counts[0], sum(counts[1:])
 
 
-def _step(training: LocalTraining, batch: Batch) -> Callable[[], object]:  # type: ignore[type-arg]
+def step_of(training: LocalTraining, batch: Batch) -> Callable[[], object]:  # type: ignore[type-arg]
     # Steps at rate zero do all the work and leave the model where it is, however long the benchmark runs.
     rates = {name: 1e-12 for name in ("lr", "outer_lr", "adapt_lr") if hasattr(training.hyper, name)}
     training.hyper = training.hyper.model_copy(update=rates)
@@ -121,7 +121,7 @@ def _gradient(model: Layered, batch: Batch) -> Callable[[], object]:
     return forward_and_backward
 
 
-def _by_autograd(task: Task, batch: Batch, meta: bool) -> Callable[[], object]:
+def by_autograd(task: Task, batch: Batch, meta: bool) -> Callable[[], object]:
     """The gradients alone, by PyTorch's autograd through the same model in the same layout, without weight decay."""
     training = FedTTA(task, FedTTA.Hyper())
     state = training.begin(training.init(torch.Generator().manual_seed(0)), {}, None)  # type: ignore[arg-type]
@@ -156,9 +156,9 @@ def measure(
     for _ in range(20 * wanted):
         if all(len(samples) >= wanted for samples in kept.values()):
             break
-        best = max(best, *(2 * 2048**3 / _timed(lambda: a @ b)[0] for _ in range(3)))
+        best = max(best, *(2 * 2048**3 / timed(lambda: a @ b)[0] for _ in range(3)))
         for name, (step, _) in steps.items():
-            wall, cpu = _timed(step, repeats[name])
+            wall, cpu = timed(step, repeats[name])
             if cpu < 0.95 * wall:
                 thrown[name] += 1
             else:
@@ -169,7 +169,7 @@ def measure(
     }
 
 
-def _timed(work: Callable[[], object], repeats: int = 1) -> tuple[float, float]:
+def timed(work: Callable[[], object], repeats: int = 1) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.thread_time()
     for _ in range(repeats):
         work()

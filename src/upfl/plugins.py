@@ -30,7 +30,8 @@ def load(modules: Iterable[str]) -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ConfigError(f"plugin '{module}' (--plugin, UPFL_PLUGINS) cannot be imported: {error}") from error
+            where = f"--plugin, UPFL_PLUGINS, or --model {module}:FACTORY"
+            raise ConfigError(f"plugin '{module}' ({where}) cannot be imported: {error}") from error
         note(module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,27 @@ def test_a_module_that_draws_says_so_and_predicts_without() -> None:
     params, x = model.init(generator(0)), batch(6, 0).x
     assert torch.equal(model.apply(params, x), model.apply(params, x))
     assert not torch.equal(model.learning(params, x), model.learning(params, x))
+
+
+def test_one_walk_is_a_tangent_and_the_way_back_and_a_trace_leaves_nothing_behind() -> None:
+    model, x = model_of("resnet8"), batch(6, 1).x
+    params, v = model.init(generator(0)), model.init(generator(1))
+    ends = []
+    for apart in (True, False):
+        trace = model.trace(params, x)
+        trace.backward(torch.ones_like(trace.output), factored=True)
+        if apart:
+            ends.append(dict(trace.backward_tangent(trace.tangent(v, scale=0.5).sin())))
+        else:
+            ends.append(dict(trace.curvature(v, torch.sin, scale=0.5)))
+        of_the_graph = weakref.ref(trace._h[0])  # type: ignore[attr-defined]
+        del trace
+        assert of_the_graph() is None
+    assert distance(ends[1], ends[0], scale=ends[0]) < 1e-6
+    plain = model.trace(params, x)
+    plain.backward(torch.ones_like(plain.output), factored=True)
+    plain.tangent(v, scale=0.5)
+    assert distance(dict(plain.backward_tangent(torch.zeros_like(plain.output))), ends[0], scale=ends[0]) > 1e-3
 
 
 def test_gradients_that_are_one_tensor_are_told_apart() -> None:

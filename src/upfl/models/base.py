@@ -7,6 +7,7 @@ computed and offers the products that the methods are made of:
     trace.backward(u)            J^T u, with u = dl/dZ
     trace.tangent(v)             Z' = J v, the change of the output when the parameters move along v
     trace.backward_tangent(u')   d/dt J^T u along v: the Hessian-vector product of l, with u' = d/dt dl/dZ
+    trace.curvature(v, u')       both, with u' a function of Z'
 
     trace.moved(v, ...)          the trace of the same input at parameters moved along v
 
@@ -18,7 +19,7 @@ layout in which the model is fast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
@@ -127,3 +128,13 @@ class Trace(Protocol):
 
         What is given may be the direction of that tangent, which is then used up, too.
         """
+
+    def curvature(
+        self,
+        v: Direction,
+        response: Callable[[Tensor], Tensor],
+        *,
+        scale: float = 1.0,
+        plus: ScaledDirection | None = None,
+    ) -> Gradient:
+        """`backward_tangent(response(tangent(v)))`, in one pass where that is less work."""

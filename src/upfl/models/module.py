@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,6 @@ from torch.func import functional_call
 from upfl.models import inspection
 from upfl.models.autograd import AutogradTrace
 from upfl.models.base import Kind
-from upfl.models.convolution import twice
 from upfl.models.factored import Shapes
 from upfl.models.layered import Layered
 from upfl.models.layers import Linear
@@ -83,13 +81,7 @@ class Functional(ABC):
 
     def trace(self, params: State, x: Tensor) -> AutogradTrace:
         x = x.clone() if x.is_inference() else x
-        convolutions = twice if "convolution" in self.kinds.values() else nullcontext
-
-        def forward(params: State) -> Tensor:
-            with convolutions():
-                return self.run(params, x, "learn")
-
-        return AutogradTrace(forward, params)
+        return AutogradTrace(lambda params: self.run(params, x, "learn"), params)
 
     def layout(self, params: State) -> State:
         return params

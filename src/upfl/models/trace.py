@@ -6,7 +6,7 @@ Written out for each layer they cost little more than the matrix products; autog
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -64,6 +64,16 @@ class LayeredTrace:
         gradient = Gradient(plus)
         self._walk_back(du, inputs, gradient, tangent=True)
         return gradient
+
+    def curvature(
+        self,
+        v: Direction,
+        response: Callable[[Tensor], Tensor],
+        *,
+        scale: float = 1.0,
+        plus: ScaledDirection | None = None,
+    ) -> Gradient:
+        return self.backward_tangent(response(self.tangent(v, scale=scale)), plus=plus)
 
     def _walk_back(self, u: Tensor, inputs: bool, to: Gradient | None, tangent: bool) -> None:
         g: Tensor | None = u

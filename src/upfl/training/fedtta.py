@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client, Published, Task, Unlabelled
-from upfl.models import adaptation_model
+from upfl.models import Gradient, adaptation_model
 from upfl.state import State, prefixed, select
 from upfl.training.base import LocalHyper, LocalTraining
 from upfl.training.sgd import Order, cross_entropy, divergence, sgd_
@@ -85,18 +85,23 @@ class FedTTA(LocalTraining[FedTTAHyper]):
         loss, dz = self.fit(carry, personalized.output, batch)
         v = personalized.backward(dz)
 
-        ds = g.tangent(None, base.tangent(v, scale=-inner_lr))
-        ds = ds if batch.mask is None else ds * batch.mask.unsqueeze(1)
-        grad_phi = g.backward_tangent((ds - direction * (direction * ds).sum()) / l_per, inputs=True)
-        du = g.input_gradient
         if (penalty := self.penalty(carry, base.output, batch)) is not None:
-            loss, du = loss + penalty[0], du + penalty[1]
+            loss = loss + penalty[0]
+        grad_phi = Gradient()
+
+        def response(dz: Tensor) -> Tensor:
+            """du, where Z moves by dz; on the way, the gradient for phi."""
+            nonlocal grad_phi
+            ds = g.tangent(None, dz)
+            ds = ds if batch.mask is None else ds * batch.mask.unsqueeze(1)
+            grad_phi = g.backward_tangent((ds - direction * (direction * ds).sum()) / l_per, inputs=True)
+            return g.input_gradient if penalty is None else g.input_gradient + penalty[1]
+
         if hyper.second_order:
-            grad_psi = base.backward_tangent(du, plus=(v, shrink))
-        elif penalty is not None:
-            grad_psi = base.backward(penalty[1], plus=(v, shrink))
+            grad_psi = base.curvature(v, response, scale=-inner_lr, plus=(v, shrink))
         else:
-            grad_psi = v.times(shrink)
+            response(base.tangent(v, scale=-inner_lr))
+            grad_psi = v.times(shrink) if penalty is None else base.backward(penalty[1], plus=(v, shrink))
 
         sgd_(psi, grad_psi, outer_lr, hyper.weight_decay, hyper.clip)
         sgd_(phi, grad_phi, adapt_lr, hyper.weight_decay, hyper.clip, (hyper.momentum, momentum))
