@@ -61,7 +61,7 @@ def plain(net: nn.Module, batch: Batch) -> Callable[[], object]:
     def step() -> object:
         optimizer.zero_grad()
         F.cross_entropy(net(batch.x), batch.y).backward()  # type: ignore[no-untyped-call]
-        return optimizer.step()  # type: ignore[no-untyped-call,func-returns-value]
+        return optimizer.step()
 
     return step
 

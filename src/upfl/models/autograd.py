@@ -80,7 +80,7 @@ class AutogradTrace(AutogradMoved):
     def _kept(self) -> tuple[Tensor, ...]:
         assert self._given is not None, "call backward first"
         with torch.inference_mode(False), torch.enable_grad():
-            self._u = _Response.apply(self._z, _own(self._given), self._responses)  # type: ignore[no-untyped-call]
+            self._u: Tensor = _Response.apply(self._z, _own(self._given), self._responses)  # type: ignore[no-untyped-call]
             self._h = torch.autograd.grad(
                 self._z, list(self._leaves.values()), self._u, create_graph=True, materialize_grads=True
             )
