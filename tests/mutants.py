@@ -50,7 +50,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "training/fedtta.py": [
         ("direction * (direction * ds).sum()", "direction * ds"),
-        ("plus=(v, shrink))\n        elif", "plus=(v, 1.0))\n        elif"),
+        ("scale=-inner_lr, plus=(v, shrink))", "scale=-inner_lr, plus=(v, 1.0))"),
     ],
     "training/fedsr.py": [
         ('F.softplus(own["r_s"])', 'own["r_s"]'),
