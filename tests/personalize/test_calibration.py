@@ -102,24 +102,18 @@ def test_the_mean_calibrated_posterior_is_the_label_frequencies(which: str) -> N
 
 
 @pytest.mark.parametrize("clients", [1, 2, 6])
-def test_few_clients_change_no_prediction_and_the_diary_says_so(clients: int) -> None:
-    """At most the temperature is raised: probabilities of 1 that are wrong are no good to anybody."""
+def test_few_clients_calibrate_nothing_and_the_diary_says_so(clients: int) -> None:
     here = overconfident(world(uneven(4, clients), uneven(4, 3)), 2.0, [2.0, 0.0, 0.0, 0.0])
     for name in ("calibrated", "label-shift", "em", "tent+label-shift"):
         personalizer, base = here.personalizer(name), here.personalizer("tent" if "tent" in name else "none")
         given = here.fit(personalizer, "calibrated")
         fitted = select(given.published.fitted, "calibration.none")
-        assert 0.1 < float(fitted["scale"]) < 1
-        assert fitted["bias"].tolist() == [0] * 4
+        assert (float(fitted["scale"]), fitted["bias"].tolist()) == (1, [0] * 4)
         for published in (given.published, given.without(0)):
             found = personalizer.personalize(published, Unlabelled(0, here.new_logits[0]))
             plain = base.personalize(published, Unlabelled(0, here.new_logits[0]))
-            for ours, theirs in (
-                (found.logits, plain.logits),
-                (found.predict_logits(here.new_logits[1]), plain.predict_logits(here.new_logits[1])),
-            ):
-                assert torch.equal(ours.argmax(1), theirs.argmax(1))
-                assert (ours.softmax(1).max(1).values <= theirs.softmax(1).max(1).values + 1e-6).all()
+            assert torch.equal(found.logits, plain.logits)
+            assert torch.equal(found.predict_logits(here.new_logits[1]), plain.predict_logits(here.new_logits[1]))
             assert "too few" in found.diary.decision
             assert "too few" in found.diary.no_accuracy
             assert found.diary.accuracy == []

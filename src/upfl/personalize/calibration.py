@@ -13,8 +13,7 @@ and stays above 0: where predictions mislead, it is held at 1e-3 and b goes on a
 b is drawn to 0 with the weight of half a sample: where few labels are there, or nearly all come out right, nothing else
 holds it (with 140 labels of digits, b went to 10 and more; half a sample has the better cross-fitted likelihood there,
 and many labels outweigh it). From 62 classes on it is 1e-3 a sample, if that is more. pi is smoothed by 1e-4 from 62
-classes on, 1e-6 below. Where clients or labels are too few, b stays 0 and a at 1 or below: no prediction changes, and
-no probability is shown for surer than the model itself has it.
+classes on, 1e-6 below.
 """
 
 from __future__ import annotations
@@ -119,9 +118,7 @@ class Calibration(Fit):
         hessian[held, 0, 1:] = hessian[held, 1:, 0] = 0
         gradient[held, 0] = 0
         step = -torch.linalg.solve(hessian, gradient)
-        few = self.too_few(total["clients"], total["count"])
-        step[few] = 0
-        step[few, 0] = (-gradient[few, 0] / hessian[few, 0, 0]).clamp(max=1 - scale[few])
+        step[self.too_few(total["clients"], total["count"])] = 0  # the model stays as it is
         longest = torch.where(step[:, 0] < 0, (scale - LEAST_SCALE) / -step[:, 0], 1.0).clamp(max=1)
         row = better.unsqueeze(1)
         theta = torch.where(row, server["point"], server["theta"])
@@ -303,7 +300,8 @@ class Correction(Personalizer[H]):
             made = replace(tempered(base, calibrator), posterior=found.posterior)
         else:
             logits = found.posterior.clamp(min=1e-300).log().to(base.logits)
-            made = replace(base, logits=logits, predictor=calibrator.predictor(base.predictor, found.mix))
+            predictor = calibrator.predictor(base.predictor, found.mix)
+            made = replace(base, logits=logits, predictor=predictor, posterior=None)
         mix, mix_error = shown_mix(self.mixes(base, calibrator, found), found.posterior, known)
         diary = replace(
             base.diary,

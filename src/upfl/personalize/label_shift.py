@@ -25,8 +25,8 @@ others. And a hundredth of the labels is taken for chance, -log(0.99 r + 0.01 / 
 small splits must not outvote the rest.
 
 No harm. Where fewer labels come out right so than with the model as it is, the gate says `as it is`: of the calibration
-the temperature alone is used, which changes no prediction. The same holds where so few clients or labels taught them
-that nothing can be said.
+the temperature alone is used, which changes no prediction; where so few clients or labels taught them that nothing can
+be said, not even that.
 
 `em` is plain expectation-maximisation (Saerens, Latinne, Decaestecker 2002), `map-em` its mode under a Dirichlet prior,
 `bbse` black-box shift estimation (Lipton, Wang, Smola 2018): without evidence, and without a gate.
