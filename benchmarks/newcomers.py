@@ -8,7 +8,7 @@ inverted, transposed, shifted, turned, or noise: how many are called unlike, bes
 was found is kept beside the run, so that the command goes on where it was stopped; --again asks once more. New clients'
 labels are compared with, and nothing else.
 
-No rule was made with partitions 34 to 36 of any data set in view: results/newcomers.md names those that were used.
+No rule was made with these partitions in view: results/newcomers.md names those that were used.
 
 `few` is the last table: FedAvg on digits with few training clients, label-shift and auto against none.
 """
@@ -66,7 +66,7 @@ TURNED = ("partition.rotations_training=[0.0,30.0,60.0]", "partition.rotations_n
 ROUNDS = ("rounds=20", "evaluate_every=20")
 SOME = (*ROUNDS, "clients_per_round=20")
 SHUT = "personalize.label-shift.gate=1e9"
-CLOSED, ON_MODEL = "closed-form", ("label-shift", "auto")
+CLOSED, LABEL_SHIFT, ON_MODEL = "closed-form", "closed-form-label-shift", ("label-shift", "auto")
 THREE = (34, 35, 36)
 
 
@@ -96,9 +96,9 @@ SETTINGS = (
     Setting("label-shift", "digits", "two classes, gate closed", (*ROUNDS, SHUT), THREE, ("label-shift",)),
     Setting("label-shift", "mnist", "two classes, gate closed", (*SOME, SHUT), (34,), ("label-shift",)),
     Setting(CLOSED, "mnist", "two classes", (), (34,), ON_MODEL),
-    Setting(CLOSED, "cifar10", "two classes", (), (34,), ON_MODEL, changed=5),
-    Setting(f"{CLOSED}-label-shift", "cifar10", "two classes, gate closed", (SHUT,), (34,), ("label-shift",)),
-    Setting(CLOSED, "cifar10", "i.i.d.", (IID,), (34,), ("label-shift",)),
+    Setting(LABEL_SHIFT, "cifar10", "two classes", (), (1,), ("label-shift",)),
+    Setting(LABEL_SHIFT, "cifar10", "two classes, gate closed", (SHUT,), (34,), ("label-shift",)),
+    Setting(LABEL_SHIFT, "cifar10", "i.i.d.", (IID,), (0,), ("label-shift",)),
     Setting(CLOSED, "cifar10", "Dirichlet 0.01", alpha(0.01), (34,), ("label-shift",)),
     Setting(CLOSED, "cifar10", "Dirichlet 0.5", alpha(0.5), (34,), ("label-shift",)),
     Setting(CLOSED, "femnist", "writers", (), (34,), ON_MODEL),
@@ -153,9 +153,8 @@ def trained(config: upfl.Config, path: Path) -> upfl.Run:
 
 def measured(setting: Setting, run: upfl.Run, partition: int) -> Iterator[Told]:
     """A row for each newcomer, personalizer, size and kind of images."""
-    names = [name for name in setting.personalizers if name not in run.config.personalize]
     with tempfile.TemporaryDirectory() as folder:
-        bundle = upfl.export(run, Path(folder) / "bundle", names)
+        bundle = upfl.export(run, Path(folder) / "bundle", setting.personalizers)
     source, new = run.federation.source, run.federation.new
     assert isinstance(source.form, Pixels), "images alone can be turned"
     scale = source.form.scale
@@ -326,7 +325,7 @@ def with_few(clients: int) -> Iterator[Told]:
         if kind == "two classes" and clients < 3:
             continue  # four clients of two classes would leave some classes to nobody
         settings = [f"partition.{key}={value}" for key, value in (partition | {"clients": 2 * clients}).items()]
-        for seed in THREE:
+        for seed in THREE[:2]:
             config = upfl.configure(
                 "fedavg", "digits", rounds=20, partition_seed=seed, evaluate_every=20, score=SCORED, settings=settings
             )
