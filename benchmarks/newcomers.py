@@ -255,9 +255,9 @@ def tables(told: dict[Setting, list[Told]]) -> Iterator[str]:
         left=3,
     )
     yield table(
-        "data, who holds what | training | images | newcomers | alike | unlike | accuracy after | as they were",
+        "data, who holds what | training | images | newcomers | alike | unlike | accuracy after | told | as they were",
         (
-            [*head(setting), kind, len(other), *verdicts(other), right(other, 1), right(as_was, 1)]
+            [*head(setting), kind, len(other), *verdicts(other), right(other, 1), estimated(other), right(as_was, 1)]
             for setting, name, rows in groups
             if setting.changed and name == setting.personalizers[0]
             for as_was in [[row for row in rows if row["size"] is None and row["client"] < setting.changed]]
@@ -315,6 +315,12 @@ def width(rows: Sequence[Told]) -> str:
     """Of the intervals after, in points."""
     widths = [row["estimates"][1][2] - row["estimates"][1][1] for row in rows if row["estimates"]]
     return f"{100 * np.mean(widths):.1f}" if widths else ""
+
+
+def estimated(rows: Sequence[Told]) -> str:
+    """The accuracy after in the mean, as newcomers were told that were told one."""
+    values = [row["estimates"][1][0] for row in rows if row["estimates"]]
+    return f"{100 * np.mean(values):.1f}" if values else ""
 
 
 # Few training clients
