@@ -56,6 +56,7 @@ with one_thread(), torch.no_grad():
     jobs = {name: job for name, job in steps.jobs().items() if "autograd" not in name}
     work = {name: (step, max(1, round(1.5e10 / cost))) for name, (step, cost) in jobs.items()}
     work |= {f"a client's round on digits, {method}": rounds(method) for method in ("fedavg", "fedtta")}
+    work = {name: job for name, job in work.items() if sys.argv[1] in name}
     for step, repeats in work.values():
         for _ in range(repeats):  # small models have been recorded then
             step()
@@ -88,13 +89,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="another checkout")
     parser.add_argument("--samples", type=int, default=14)
+    parser.add_argument("--only", default="", help="those with this in their names, such as MLP or round")
+    parser.add_argument("--busy", action="store_true", help="keep samples that did not have their core for themselves")
     given = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # children inherit it
     trees = [ROOT, given.other.resolve()]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD],
+            [sys.executable, "-c", CHILD, given.only],
             cwd=tree,
             env=environment(tree),
             stdin=subprocess.PIPE,
@@ -111,7 +114,7 @@ def main() -> None:
         def ask(which: int, name: str = name, found: list[list[float]] = found) -> None:
             print(name, file=children[which].stdin, flush=True)
             wall, cpu = json.loads(_line(children[which]))
-            if cpu > 0.95 * wall:
+            if given.busy or cpu > 0.95 * wall:
                 found[which].append(cpu)
 
         in_turn(given.samples, lambda: ask(0), lambda: ask(1))
