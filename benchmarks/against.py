@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="those with this in their names, such as MLP or round")
     parser.add_argument("--busy", action="store_true", help="keep samples that did not have their core for themselves")
     given = parser.parse_args()
-    if hasattr(os, "sched_setaffinity"):
+    if hasattr(os, "sched_setaffinity") and not given.busy:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # children inherit it
     trees = [ROOT, given.other.resolve()]
     children = [
