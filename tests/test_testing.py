@@ -125,6 +125,21 @@ def test_personalizers_that_are_right_pass(name: str) -> None:
     check_personalizer(name, model="own-batchnorm")
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedsr", "hetero-tent"])
+def test_every_trainings_predictions_can_be_normalised_by_the_statistics_of_a_batch(name: str) -> None:
+    """As Tent needs it, whatever a training makes of its model's layers."""
+    settings = ["model.sizes={}"] if TRAININGS[name].heterogeneous else []
+    check_personalizer("tent", training=name, model="own-batchnorm", settings=settings)
+    parts = parts_of(small(name, "own-batchnorm", settings))
+    training, client = parts.training, parts.population.newcomer(1)
+    with torch.no_grad():
+        params = training.start(parts.published, client, None)
+        observed = training.model_of(params).observed(params, client.x)
+        found = training.batchwise(params, client.x)
+        torch.testing.assert_close(training.logits(observed, client.x), found, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(training.logits(params, client.x), found, atol=1e-3)
+
+
 class Shrinking(Nothing):
     """Changes what was published."""
 

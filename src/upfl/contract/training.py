@@ -137,6 +137,10 @@ class Training(Stage[H]):
         """
         return self.model.apply(params, x)
 
+    def batchwise(self, params: State, x: Tensor) -> Tensor:
+        """The same, but normalised by statistics of x, where the model normalises by statistics of data."""
+        return self.model_of(params).batchwise(params, x)
+
     def features(self, params: State, x: Tensor) -> Tensor:
         """What a client's model makes of x before its last layer, a row for each sample."""
         return self.model.features(params, x)

@@ -67,7 +67,7 @@ class Tent(Personalizer[TentHyper]):
         adapted = {name: psi[name] for name in _chosen(model, hyper.parameters)}
         diary = Diary(steps=hyper.steps, decision=f"{hyper.steps} step(s) down the entropy, as configured")
         own = bool(hyper.steps and model.buffers) and _only_norms(model, hyper.parameters)
-        logits_of, at_once = (model.batchwise, len(client.x)) if own else (training.logits, CHUNK)
+        logits_of, at_once = (training.batchwise, len(client.x)) if own else (training.logits, CHUNK)
         before = all_logits(training.logits, psi, client.x) if own else None
         for _ in range(hyper.steps):
             logits, total, gradient = summed_gradient(entropy, logits_of, psi, client.x, at_once)

@@ -104,8 +104,14 @@ class FedSR(LocalTraining[FedSRHyper]):
         return up, contiguous(select(carry, "own"))
 
     def logits(self, params: State, x: Tensor) -> Tensor:
-        m, sigma = self.gaussian(self.encoder.apply(params, x))
-        eps = self.eps.to(x.device)
+        return self._predicted(params, self.encoder.apply(params, x))
+
+    def batchwise(self, params: State, x: Tensor) -> Tensor:
+        return self._predicted(params, self.encoder.batchwise(params, x))
+
+    def _predicted(self, params: State, encoded: Tensor) -> Tensor:
+        m, sigma = self.gaussian(encoded)
+        eps = self.eps.to(encoded.device)
         log_p = torch.stack([self.classifier.apply(params, m + sigma * e).log_softmax(1) for e in eps])
         return log_p.logsumexp(0) - math.log(SAMPLES)
 
