@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-ROUNDS = 24
+ROUNDS = 8
 
 
 def measured(command: list[str], folder: Path) -> dict[str, Any]:
