@@ -1,11 +1,13 @@
 """The demo over many partitions, and how its rates were found: tables as Markdown.
 
     python -m benchmarks.demo table --partition-seeds 0-9 --out runs/demo-table
-    python -m benchmarks.demo rates --partition-seeds 10-12 --out runs/demo-rates
+    python -m benchmarks.demo rates --partition-seeds 10-18 --out runs/demo-rates
 
-`table` trains what `upfl demo` trains on each partition and shows every row's accuracy on new clients. `rates` tries
-twelve settings of each method's rates on partitions of their own and shows their validation accuracies; new clients'
-labels are not looked at. Finished runs in the folder are not done again, so a command that was stopped goes on.
+`table` trains what `upfl demo --partition-seed P` trains, for each P, and shows every row's accuracy on new clients.
+`rates` tries twelve settings of each method's rates on a third of the partitions, and the best four of them on all.
+Half of the training clients stand aside as validation newcomers: they choose. New clients' labels are not looked at
+(there is one such client), and the partitions are others than the table's. Finished runs in the folder are not done
+again, so a command that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -13,21 +15,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
 from upfl import api
-from upfl.cli.demo import ROUNDS, SCALE, TRAININGS, configuration
+from upfl.cli.demo import FEDERATIONS, ROUNDS, SCALE, TRAININGS, configuration, partition_seeds, together
 from upfl.config import Config
 from upfl.experiments.search import best_validation
 from upfl.methods import row_title
 
-# Twelve each. FedTTA's first nine are a Latin square: each value of a rate meets each value of the two others once. The
-# last three of each were added where the first nine had their best.
-INNER, OUTER, ADAPT = (0.2, 0.5, 1.0), (0.1, 0.3, 0.5), (0.01, 0.03, 0.1)
+ASIDE = ("partition.clients=61", "partition.new=0.02", "partition.held_out=0.5")  # 30 train, 30 choose, one is new
+# Twelve each. FedTTA's first nine are a Latin square: each value of a rate meets each value of the two others once.
+# Three more lie around the middle.
+INNER, OUTER, ADAPT = (0.2, 0.5, 1.0), (0.3, 0.5, 0.8), (0.01, 0.03, 0.1)
 GUIDED = [(INNER[i], OUTER[j], ADAPT[(i + j) % 3]) for i in range(3) for j in range(3)]
-GUIDED += [(0.5, 0.5, 0.03), (0.5, 0.5, 0.1), (0.3, 0.5, 0.03)]
+GUIDED += [(0.5, 0.5, 0.03), (0.5, 0.8, 0.03), (0.3, 0.5, 0.03)]
 GUIDED_RATES = [dict(zip(("inner_lr", "outer_lr", "adapt_lr"), rates, strict=True)) for rates in GUIDED]
+BEST = 4  # of them are tried on all partitions
 TRIED: dict[str, list[dict[str, float]]] = {
     "fedavg": [{"lr": lr} for lr in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 0.25, 0.35, 0.45)],
     "fedtta": GUIDED_RATES,
@@ -42,14 +47,19 @@ def trained(config: Config, path: Path) -> api.Run:
     return api.train(config, path, workers=1)
 
 
-def table(methods: list[str], partitions: list[int], out: Path, rounds: int = ROUNDS) -> Iterator[str]:
+def table(
+    methods: list[str], partitions: list[int], out: Path, rounds: int = ROUNDS, federations: int = FEDERATIONS
+) -> Iterator[str]:
     """Before and after of every row on every partition, their mean and spread, and the distance from FedAvg."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for partition in partitions:
-        for method in methods:
-            run = trained(configuration(method, rounds, partition_seed=partition), out / f"{method}-p{partition}")
-            for row in run.result["rows"]:
-                found.setdefault(row["row"], []).append((row["test_before"], row["test"]))
+    for first in partitions:
+        runs = [
+            trained(configuration(method, rounds, partition_seed=partition), out / f"{method}-p{partition}")
+            for method in methods
+            for partition in partition_seeds(first, federations)
+        ]
+        for row in together(run.result for run in runs):
+            found.setdefault(row["row"], []).append((row["test_before"], row["test"]))
     yield "| partition seed | " + " | ".join(row_title(row) for row in found) + " |"
     yield "|---:|" + "---:|" * len(found)
     for place, partition in enumerate(partitions):
@@ -64,18 +74,27 @@ def table(methods: list[str], partitions: list[int], out: Path, rounds: int = RO
 
 
 def rates(methods: list[str], partitions: list[int], out: Path) -> Iterator[str]:
-    """The validation accuracy of everything that was tried, the best first."""
+    """The validation accuracy of everything that was tried, the best first: a third of the partitions for all settings,
+    then all of them for the best four."""
     for method in methods:
-        means: list[tuple[float, str]] = []
-        for tried in TRIED[method]:
-            name = ",".join(f"{key}={rate}" for key, rate in tried.items())
-            values = [_validation(method, tried, partition, out / method / name) for partition in partitions]
-            means.append((float(np.mean(values)), f"{name}: " + ", ".join(f"{value:.1f}" for value in values)))
-        yield from (f"{method}: {mean:.2f} ({said})" for mean, said in sorted(means, reverse=True))
+
+        def tried(rates: Mapping[str, float], partitions: list[int], method: str = method) -> list[float]:
+            return [_validation(method, rates, one, out / method / _name(rates)) for one in partitions]
+
+        first = sorted(TRIED[method], key=lambda rates: -fmean(tried(rates, partitions[: len(partitions) // 3])))
+        best = {_name(rates): tried(rates, partitions) for rates in first[:BEST]}
+        rest = {_name(rates): tried(rates, partitions[: len(partitions) // 3]) for rates in first[BEST:]}
+        for found in (best, rest):
+            for name, values in sorted(found.items(), key=lambda item: -fmean(item[1])):
+                yield f"{method}: {fmean(values):.2f} ({name}: {', '.join(f'{value:.1f}' for value in values)})"
+
+
+def _name(rates: Mapping[str, float]) -> str:
+    return ",".join(f"{key}={rate}" for key, rate in rates.items())
 
 
 def _validation(method: str, tried: Mapping[str, float], partition: int, path: Path) -> float:
-    settings = (*SCALE, *(f"training.{key}={rate}" for key, rate in tried.items()))
+    settings = (*SCALE, *ASIDE, *(f"training.{key}={rate}" for key, rate in tried.items()))
     # Clients side by side: faster here, and another rounding.
     config = configuration(method, partition_seed=partition, settings=settings, score=(), vectorize=30)
     run = trained(config, path / f"p{partition}")

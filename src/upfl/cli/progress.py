@@ -23,7 +23,9 @@ from upfl.track import Several, tracker
 
 
 @contextmanager
-def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> Iterator[Observer | None]:
+def watched(
+    path: Path, title: str, quiet: bool, track: Sequence[str] = (), notes: bool = True
+) -> Iterator[Observer | None]:
     """A progress bar and trackers around a run, and the way back into it when it is interrupted."""
     follows = under_torchrun() and os.environ["RANK"] != "0"
     trackers = [] if follows else [tracker(name) for name in track]
@@ -31,7 +33,7 @@ def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> I
         if quiet or follows:
             yield Several(trackers) if trackers else None
         else:
-            with ProgressBar(title) as bar:
+            with ProgressBar(title, notes) as bar:
                 yield Several([bar, *trackers])
     except KeyboardInterrupt:
         if not follows:
@@ -44,8 +46,8 @@ def watched(path: Path, title: str, quiet: bool, track: Sequence[str] = ()) -> I
 class ProgressBar:
     """An observer that draws a progress bar on standard error."""
 
-    def __init__(self, title: str) -> None:
-        self.console = Console(stderr=True)
+    def __init__(self, title: str, notes: bool = True) -> None:
+        self.console, self._notes = Console(stderr=True), notes
         wide = self.console.width >= 110
         self._bar = Progress(
             TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True)),
@@ -75,7 +77,7 @@ class ProgressBar:
         self._row = row_name(
             run.training.name, own if own in run.setup.personalizers else next(iter(run.setup.personalizers))
         )
-        for note in (*_scale(run), *run.setup.notes) if run.progress.round == 0 else ():
+        for note in (*_scale(run), *run.setup.notes) if self._notes and run.progress.round == 0 else ():
             self.note(note)
 
     def note(self, text: str) -> None:

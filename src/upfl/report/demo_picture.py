@@ -20,12 +20,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     lowest = min(min(c["before"], c["accuracy"]) for row in rows for c in row["clients"] if c["kind"] == "new")
     for panel, row in zip(np.atleast_1d(panels), rows, strict=True):
         clients = sorted((c for c in row["clients"] if c["kind"] == "new"), key=lambda c: (c["before"], c["accuracy"]))
+        thin = min(1.0, 50 / len(clients))  # many newcomers leave little room for each
         for place, client in enumerate(clients):
             before, after = client["before"], client["accuracy"]
             colour = GAIN if after > before else LOSS if after < before else BEFORE
-            panel.plot([place, place], [before, after], color=colour, linewidth=2, zorder=1)
-            panel.scatter(place, before, s=14, color=BEFORE, zorder=2)
-            panel.scatter(place, after, s=26, color=colour, zorder=3)
+            panel.plot([place, place], [before, after], color=colour, linewidth=2 * thin, zorder=1)
+            panel.scatter(place, before, s=14 * thin, color=BEFORE, zorder=2)
+            panel.scatter(place, after, s=26 * thin, color=colour, zorder=3)
         panel.axhline(row["test"], color="#1f2933", linewidth=0.8, linestyle=":")
         panel.set_title(f"{row_title(row['row'])}\n{row['test_before']:.1f} → {row['test']:.1f}", fontsize=11)
         panel.set_xticks([])
