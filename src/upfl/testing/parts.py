@@ -64,7 +64,14 @@ def small(training: str, model: Any = None, settings: Sequence[str] = (), score:
 
     Some gradients are clipped.
     """
-    short = {"iterations": 3, "batch_size": 16, "clip": 0.3, "digest_epochs": 1, "digest_batch": 10}
+    short = {
+        "iterations": 3,
+        "batch_size": 16,
+        "clip": 0.3,
+        "digest_epochs": 1,
+        "newcomer_epochs": 1,
+        "digest_batch": 10,
+    }
     known = training_class(resolve(training)[0]).Hyper.model_fields
     return configure(
         training,
