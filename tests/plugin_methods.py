@@ -154,13 +154,17 @@ if "upfl.engine.worker" in sys.orig_argv:
 
 ROOT = Path(__file__).parent.parent
 PLUGIN = "tests.plugin_methods"
-SMALL = ("iterations=2", "model.hidden=16", "partition.clients=16", "evaluate_clients=6", "partition.held_out=0")
+SMALL = ("iterations=2", "partition.clients=16", "evaluate_clients=6", "partition.held_out=0")
 
 
 def small(method: str = "counting", *settings: str, **options: Any) -> Config:
     """A run of a second: 8 training clients, 3 of them a round, 4 rounds, or as many as it takes to ask all in turn."""
     asked = scale(method) | options
-    return configure(method, "digits", profile="smoke", settings=(*SMALL, *settings), **asked)
+    return configure(method, "digits", profile="smoke", settings=(*small_settings(method), *settings), **asked)
+
+
+def small_settings(method: str) -> tuple[str, ...]:
+    return SMALL if TRAININGS[resolve(method)[0]].refuses_models else (*SMALL, "model.hidden=16")
 
 
 def scale(method: str) -> dict[str, int]:
@@ -170,7 +174,7 @@ def scale(method: str) -> dict[str, int]:
 
 def arguments(method: str = "counting", *more: str) -> list[str]:
     """The command line of the same run."""
-    settings = [part for setting in SMALL for part in ("--set", setting)]
+    settings = [part for setting in small_settings(method) for part in ("--set", setting)]
     asked = [part for key, value in scale(method).items() for part in (f"--{key.replace('_', '-')}", str(value))]
     return ["train", method, "digits", "--profile", "smoke", *settings, *asked, *more]
 

@@ -12,12 +12,13 @@ from tests import plugin_models as plugin_models
 from tests.helpers.flower import assert_same_run, federated, nodes
 from tests.in_process_grid import InProcessGrid
 from upfl import api
+from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.errors import UpflError
 from upfl.models import registry
 from upfl.testing.parts import small
 
 pytestmark = pytest.mark.bits
-NODES = dict(list(nodes().items())[:6])
+NODES = dict(list(nodes().items())[: LEAST_CLIENTS[0]])  # as many as `small` has training clients
 
 
 @pytest.mark.parametrize(
