@@ -11,7 +11,7 @@ EXTRAS := dev,docs,flower,mlflow,onnx,search,tables,tensorboard
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
-demo: $(STAMP)   ## train small federations, let unlabelled newcomers join, show what they gain (a minute and a half)
+demo: $(STAMP)   ## train small federations, let unlabelled newcomers join, show what they gain (under two minutes)
 	$(BIN)/upfl demo
 
 test: $(STAMP)   ## the test suite

@@ -59,6 +59,7 @@ def configuration(
         seed=seed,
         partition_seed=partition_seed,
         evaluate_every=rounds,
+        checkpoint_every=rounds,  # a run of seconds is begun anew rather than resumed
         **({"score": TRAININGS[method], "settings": (*SCALE, *rates)} | options),
     )
 
