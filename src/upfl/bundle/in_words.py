@@ -55,6 +55,14 @@ def in_percent(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.0f}% ({100 * estimate.low:.0f}-{100 * estimate.high:.0f})"
 
 
+def about_accuracy(diary: Diary) -> str:
+    """What is estimated before and after, or why nothing is."""
+    if not diary.accuracy:
+        return why_no_estimate(diary)
+    before, after = map(in_percent, diary.accuracy)
+    return f"{before} before, {after} after (95% intervals)"
+
+
 def summary(diary: Diary, samples: int, classes: Sequence[str]) -> str:
     """All that a newcomer is told: about its data, what was decided, its class mix, the accuracy."""
     lines = [in_words(diary.likeness, samples), f"Decision: {diary.decision}."]
@@ -62,9 +70,4 @@ def summary(diary: Diary, samples: int, classes: Sequence[str]) -> str:
         order = sorted((c for c in range(len(classes)) if diary.mix[c] >= 0.005), key=lambda c: -diary.mix[c])
         mix = ", ".join(f"{classes[c]} {diary.mix[c]:.0%}" for c in order[:SHOWN])
         lines.append(f"Class mix: {mix}{', ...' if len(order) > SHOWN else ''}; {about_mix(diary)}.")
-    if diary.accuracy:
-        before, after = map(in_percent, diary.accuracy)
-        lines.append(f"Estimated accuracy: {before} before, {after} after (95% intervals).")
-    else:
-        lines.append(f"Estimated accuracy: {why_no_estimate(diary)}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"Estimated accuracy: {about_accuracy(diary)}."])

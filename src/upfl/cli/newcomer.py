@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from upfl import bundle
-from upfl.bundle.in_words import about_mix, in_percent, in_words, why_no_estimate
+from upfl.bundle.in_words import about_accuracy, about_mix, in_words
 from upfl.bundle.manifest import TaskSection
 from upfl.cli.console import Console
 from upfl.data.given import unlabelled
@@ -106,11 +106,7 @@ def show(mine: bundle.PersonalModel, console: Console) -> None:
     if len(diary.entropy) > 1:
         plot = f"{diary.entropy[0]:.3f} {sparkline(diary.entropy)} {diary.entropy[-1]:.3f}"
         console.print(f"uncertainty (mean entropy, nats): {plot}")
-    if diary.accuracy:
-        before, after = map(in_percent, diary.accuracy)
-        console.print(f"estimated accuracy: {before} before, [bold]{after}[/bold] after (95% intervals)")
-    else:
-        console.print(f"estimated accuracy: {why_no_estimate(diary)}")
+    console.print(f"estimated accuracy: {about_accuracy(diary)}")
 
 
 def sparkline(values: list[float]) -> str:

@@ -10,6 +10,7 @@ As a function of its filters such a layer is constant almost everywhere, so its 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -23,28 +24,28 @@ WINDOW, FILTER, FEATURE = 2**5, 2**7, 2**9  # steps to one
 LARGEST_FEATURE = 2**12 - 1  # in steps: whose square is still exact
 
 
-class Filters:
+class Filters(ABC):
     """What the fit of filters asks of a layer. Windows and answers are in steps."""
 
     name: str
     outputs: int  # filters
 
     @property
+    @abstractmethod
     def size(self) -> int:
         """D: the values of a window."""
-        raise NotImplementedError
 
     @property
-    def features(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def features(self) -> int: ...
 
+    @abstractmethod
     def apply(self, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         """Samples to their features, from 0 to 8: [n, ...] to [n, features]"""
-        raise NotImplementedError
 
+    @abstractmethod
     def windows(self, x: Tensor, seed: int, count: int) -> Tensor:
         """At most so many windows of each sample, which the sample itself and the seed decide: [n count, D]"""
-        raise NotImplementedError
 
     def answers(self, weight: Tensor, bias: Tensor, windows: Tensor) -> Tensor:
         """Of every filter to each window: [m, D] to [m, K]"""
