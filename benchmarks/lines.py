@@ -1,10 +1,11 @@
-"""Lines of Python by package at two commits, with what serves features that came between them counted apart.
+"""Lines of Python by package at two commits, and where the lines of the second one come from (`git blame`).
 
 python -m benchmarks.lines ac082f2 HEAD
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,92 +14,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Files (or folders) that serve one feature alone, which the first commit did not have; what files that were there grew
-# by for these features is not taken out.
-FEATURES = {
-    "files from elsewhere, digests (17)": [
-        "src/upfl/safe/",
-        "src/upfl/engine/checkpoint.py",
-        "src/upfl/engine/metrics.py",
-        "src/upfl/engine/result.py",
-        "src/upfl/data/arrays.py",
-        "tests/safe/",
-        "tests/fuzz/",
-        "tests/test_fuzz.py",
-        "tests/small_disk.py",
-        "tests/sealed.py",
-    ],
-    "own models (19)": [
-        *(
-            f"src/upfl/models/{name}.py"
-            for name in ("autograd", "inspection", "module", "registry", "resnet", "surgery")
-        ),
-        "src/upfl/model_config.py",
-        "src/upfl/plugins.py",
-        "src/upfl/testing/",
-        *(f"tests/models/test_{name}.py" for name in ("module", "own_models", "refused_models", "statistics")),
-        "tests/modules.py",
-        "tests/plugin_models.py",
-        "tests/test_testing.py",
-    ],
-    "own data (20)": [
-        "src/upfl/data/own/",
-        *(f"src/upfl/data/{name}.py" for name in ("cache", "draft", "forms", "given", "kept", "large", "standardize")),
-        "src/upfl/models/embedding.py",
-        "src/upfl/cli/own.py",
-        "src/upfl/cli/partition_text.py",
-        "src/upfl/report/partition_picture.py",
-        "tests/data/own/",
-        "tests/data/test_newcomers.py",
-        "tests/data/test_standardize.py",
-        "tests/helpers/own.py",
-        "tests/test_own_data_page.py",
-        "tests/flower/test_own_data.py",
-        "tests/flower/test_forms.py",
-    ],
-    "closed form, join, forget (21)": [
-        "src/upfl/training/closed_form.py",
-        "src/upfl/models/patches.py",
-        "src/upfl/models/remembered.py",
-        "src/upfl/engine/members.py",
-        "src/upfl/cli/members.py",
-        "src/upfl/personalize/one_shot.py",
-        "tests/training/test_closed_form.py",
-        "tests/models/test_remembered.py",
-        "tests/engine/test_members.py",
-        "tests/personalize/test_one_shot.py",
-    ],
-    "newcomers' data checked (22)": [
-        "src/upfl/personalize/likeness.py",
-        "src/upfl/bundle/in_words.py",
-        "tests/personalize/test_likeness.py",
-        "tests/test_leakage.py",
-    ],
-    "held-out clients (24)": ["tests/engine/test_held_out.py"],
-    "warm nodes, secure sums (25)": [
-        "src/upfl/flower/secure/",
-        *(f"src/upfl/flower/{name}.py" for name in ("masked", "node", "sums")),
-        "tests/flower/secure/",
-        "tests/flower/test_sums.py",
-        "tests/helpers/secure.py",
-    ],
-    "documentation site (26)": ["src/upfl/cli/help.py", "tests/test_docs.py", "tests/helpers/pages.py"],
-    "mutants, bits on other processors (16, 18)": [
-        "tests/mutants.py",
-        "tests/other_processor.py",
-        "tests/shifted.py",
-        "tests/test_alignment.py",
-        "tests/test_structure.py",
-    ],
-}
+# Commits after ac082f2 that put the same features into other words and places: the redesign, and bits on every machine.
+# All other commits since brought features. Whoever adds to the one or the other here reads the commit first.
+SAME_FEATURES = re.compile(
+    "20f3d74|318dabf|241000b|e679ca5|5a5dbe7|84f213c|21f42c4|c915919|1dc83b1|2822235|157b189|3f0983d|f3505b9|5eda178|"
+    "d5e0255|5f4fced|2374348|4910218|4455915|9fbcefa|8118e8b|d59655d|4809f7a|8ff2ef4|58b3337|a7de8f2|2288991|b0f17b2"
+)
+# One commit did both: what it wrote for the bundle is its division into a package, all else is checks of files.
+BOTH, DIVIDED = "dc81699", "src/upfl/bundle/"
+KINDS = ("older", "the same features in other words", "new features")
+
+
+def git(*words: str) -> str:
+    command = [shutil.which("git") or "git", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
 def lines(commit: str) -> dict[str, int]:
     """Lines of every Python file below src and tests."""
-    git = shutil.which("git") or "git"
-    command = [git, "grep", "-c", "", commit, "--", "src/*.py", "tests/*.py"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = (line.rsplit(":", 2) for line in said.splitlines())
+    found = (line.rsplit(":", 2) for line in git("grep", "-c", "", commit, "--", "src/*.py", "tests/*.py").splitlines())
     return {path: int(count) for _, path, count in found}
 
 
@@ -108,8 +42,15 @@ def package(path: str) -> str:
     return "/".join([first, *([inner[0]] if len(inner) > 1 else [])])
 
 
-def feature(path: str) -> str | None:
-    return next((name for name, parts in FEATURES.items() if path.startswith(tuple(parts))), None)
+def origins(path: str, after: str, since: set[str]) -> Counter[str]:
+    """A file's lines by what the commit that wrote them was for; a line that was moved or copied keeps its origin."""
+    found = Counter[str]()
+    for line in git("blame", "-w", "-M", "-C", "-C", "--line-porcelain", after, "--", path).splitlines():
+        if head := re.match(r"([0-9a-f]{40}) \d+ \d+", line):
+            commit = head[1]
+            same = bool(SAME_FEATURES.match(commit)) or (commit.startswith(BOTH) and path.startswith(DIVIDED))
+            found[KINDS[0] if commit not in since else KINDS[1] if same else KINDS[2]] += 1
+    return found
 
 
 def main(before: str, after: str) -> None:
@@ -121,15 +62,15 @@ def main(before: str, after: str) -> None:
     print(f"| | {before} | {after} |\n|---|---:|---:|")
     for name in sorted(by_package[0].keys() | by_package[1].keys()):
         print(f"| {name} | {by_package[0][name] or ''} | {by_package[1][name] or ''} |")
-    print("\n| files that serve a new feature alone | src | tests |\n|---|---:|---:|")
-    apart: Counter[tuple[str | None, str]] = Counter()
-    for path, count in counts[1].items():
-        apart[feature(path), path.split("/")[0]] += count
-    for name in FEATURES:
-        print(f"| {name} | {apart[name, 'src'] or ''} | {apart[name, 'tests'] or ''} |")
-    print(f"| **all else** | **{apart[None, 'src']}** | **{apart[None, 'tests']}** |")
+    since = set(git("rev-list", f"{before}..{after}").split())
+    written = {"src": Counter[str](), "tests": Counter[str]()}
+    for path in counts[1]:
+        written[path.split("/")[0]] += origins(path, after, since)
+    print(f"\n| lines at {after} | src | tests |\n|---|---:|---:|")
+    for kind in KINDS:
+        print(f"| {kind} | {written['src'][kind]} | {written['tests'][kind]} |")
     sums = [sum(count for path, count in counts[0].items() if path.startswith(place)) for place in ("src/", "tests/")]
-    print(f"| before, all | {sums[0]} | {sums[1]} |")
+    print(f"| {before}, all | {sums[0]} | {sums[1]} |")
 
 
 if __name__ == "__main__":
