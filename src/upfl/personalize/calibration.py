@@ -263,6 +263,7 @@ class Correction(Personalizer[H]):
 
     later = "similar"
     Base: ClassVar[type[Personalizer[Any]]] = Nothing
+    choices: ClassVar[int] = 1  # from how many corrections its own needs choose
 
     def __init__(self, training: Training[Any], hyper: H) -> None:
         super().__init__(training, hyper)
@@ -283,7 +284,12 @@ class Correction(Personalizer[H]):
         return cls.Base.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (*self.base.needs(), Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
+        before = self.base.needs()
+        known = (*before, Need.of(Calibration, self.base, before))
+        own = tuple(need if need.after is not None else need.standing_on(known) for need in self.own_needs())
+        chooses = self.choices > 1
+        reliability = Need.of(Reliability, self, known if chooses else (*known, *own), own if chooses else ())
+        return (*known, *own, reliability)
 
     def own_needs(self) -> tuple[Need, ...]:
         """What this needs besides the calibration."""
@@ -317,10 +323,22 @@ class Correction(Personalizer[H]):
     def found(self, base: Personalized, published: Published) -> tuple[Calibrator, Corrected]:
         """What becomes of the base's logits; where too few taught the calibration, they stay."""
         calibrator = Calibrator.of(published, self.base.name)
-        if not calibrator.too_few:
-            return calibrator, self.correct(base, calibrator, published)
-        posterior = calibrator.log_posterior(base.logits).exp()
-        return calibrator, Corrected(posterior, None, f"not corrected: {calibrator.too_few} to go by", as_is=True)
+        return calibrator, _if_too_few(base, calibrator) or self.correct(base, calibrator, published)
+
+    def possible(self, base: Personalized, published: Published) -> tuple[Calibrator, list[Corrected]]:
+        """The same for every choice, before it is known which one it will be."""
+        calibrator = Calibrator.of(published, self.base.name)
+        if unchanged := _if_too_few(base, calibrator):
+            return calibrator, [unchanged] * self.choices
+        return calibrator, self.all_corrections(base, calibrator, published)
+
+    def choice(self, fitted_so_far: State) -> int:
+        """Which of the corrections what was fitted has chosen."""
+        return 0
+
+    def all_corrections(self, base: Personalized, calibrator: Calibrator, published: Published) -> list[Corrected]:
+        """What becomes of the base's logits by each choice."""
+        return [self.correct(base, calibrator, published)]
 
     def mixes(self, base: Personalized, calibrator: Calibrator, found: Corrected) -> Tensor:
         """Two estimates of the client's mix of classes, [2, classes]: by what was done, and by its own evidence."""
@@ -333,6 +351,14 @@ class Correction(Personalizer[H]):
     @abstractmethod
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         """What becomes of the base's logits."""
+
+
+def _if_too_few(base: Personalized, calibrator: Calibrator) -> Corrected | None:
+    """Where too few taught the calibration: the base's predictions, as they are."""
+    if not calibrator.too_few:
+        return None
+    posterior = calibrator.log_posterior(base.logits).exp()
+    return Corrected(posterior, None, f"not corrected: {calibrator.too_few} to go by", as_is=True)
 
 
 class Calibrated(Correction[Hyper]):
