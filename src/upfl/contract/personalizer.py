@@ -18,8 +18,8 @@ through what it stands on either. So for it, clients play with what was fitted w
 a fold are a chain of their own, in which the fold's labels do not occur. For the fit on all clients, each client plays
 with what was fitted without its own fold, as a newcomer would that nobody has seen.
 
-Where clients are machines of their own, every round of sums is a message to each of them. So what does not stand on each
-other goes in one message, and a fit says on what it stands (`Need.after`).
+Where clients are machines of their own, every round of sums is a message to each of them. So fits that do not stand on
+each other go in one message, and each says on what it stands (`Need.after`).
 
 Settled: within the chain without a fold, clients play with fits that know their own labels. Fits without each two and
 three folds would avoid that, with 26 calibrations in place of 6. They change nothing of the calibration and the gate

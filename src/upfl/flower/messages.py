@@ -25,6 +25,7 @@ from upfl.state import State, aligned, prefixed, select
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
 OWN, SECURE = "own", "secure"  # facts for one node alone; a step of a secure sum
 PROBLEM, NO_DATA = "problem", "no_data"  # facts by which a node says why it has nothing to send
+FIT = "fit"  # what belongs to a fit is under this word, with its place among the fits of a message
 POLL = 0.5  # seconds between looks for replies
 LONGEST = 300  # characters of a reason
 
