@@ -13,8 +13,10 @@ from tests.helpers.secure_grid import LinkGrid, assert_same_but_for_costs, secur
 from tests.in_process_grid import InProcessGrid
 from tests.plugin_methods import lines, small
 from upfl import api
+from upfl.bundle import Bundle
 from upfl.engine.setup import assemble
 from upfl.methods import PERSONALIZERS
+from upfl.personalize.likeness import known_of
 
 ALL = {"clients_per_round": 1.0, "rounds": 1, "evaluate_every": 1}
 EIGHT = "evaluate_clients=8"  # enough to calibrate by
@@ -28,7 +30,7 @@ def fitting(training: str) -> list[str]:
 
 
 def messages(score: list[str], out: Path) -> list[list[str]]:
-    """What a node was asked for in each message about fits before it was scored."""
+    """What a node was asked for in each message about fits; all of them came before it was scored."""
     asked: list[list[str]] = []
 
     def watch(node: int, message: Message, reply: Message) -> Message:
@@ -37,7 +39,9 @@ def messages(score: list[str], out: Path) -> list[list[str]]:
         return reply
 
     federated(small("fedavg", EIGHT, score=score, **ALL), out, InProcessGrid(nodes(), watch))
-    return asked[: asked.index([])]
+    assert known_of(Bundle.load(out / "bundle").published)
+    assert asked.pop() == [], "the check of newcomers' data went with the others"
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,7 @@ def test_what_personalizers_need_takes_at_most_five_messages(score: list[str], m
     """With `auto` it is one more: its choice comes after the gate on the refitted model."""
     asked = messages(score, tmp_path / "run")
     assert len(asked) <= most
+    assert sum("likeness.none" in keys for keys in asked) == 4
     assert {"gate.label-shift", "reliability.label-shift"} <= set(asked[-1 if most == 5 else -2])
 
 

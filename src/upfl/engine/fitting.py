@@ -26,6 +26,13 @@ class Schedule:
         self.given, self.facts, self.tell = CrossFitted(published), dict[str, dict[str, float]](), tell
         self._waiting = needs_of(personalizers)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._waiting
+
+    def __len__(self) -> int:
+        """How many fits have not begun."""
+        return len(self._waiting)
+
     def first(self) -> tuple[str, Fit] | None:
         """The next fit by itself: all that it stands on must have been finished."""
         return self._begun(next(iter(self._waiting))) if self._waiting else None

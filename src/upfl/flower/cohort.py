@@ -39,6 +39,7 @@ from upfl.flower.messages import (
 from upfl.flower.privacy import CLIP, floating
 from upfl.flower.sums import SecureSums, Work
 from upfl.flower.terms import Settings, Terms
+from upfl.personalize import likeness
 from upfl.state import State, norm
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
@@ -58,6 +59,7 @@ class NodeCohort(Cohort):
         # Privacy allows no word about a node's own figures; the server may know of no new clients.
         private = {"loss", "validation"} if self.privacy else set()
         self.withheld = frozenset(private) | (NEW_CLIENTS if not len(setup.federation.new) else frozenset())
+        self.compared: tuple[int, State] = -1, {}  # a round, and what newcomers compare their data with after it
         self.sums: SecureSums | None = None
         if terms.secure:
             about = terms.run, settings.threshold, settings.timeout
@@ -239,7 +241,16 @@ class NodeCohort(Cohort):
     # Fits and scores
 
     def fit(self, schedule: Schedule) -> None:
-        NodeFits(self).run(schedule)
+        """The fits of a schedule; with those of the last round, what newcomers compare their data with.
+
+        It goes in the same messages, and would take four of its own when the bundle is written.
+        """
+        schedules, published = [schedule], schedule.given.published
+        if len(schedule) and likeness.KEY not in schedule and self.progress.round == self.setup.config.rounds:
+            schedules.append(Schedule([likeness.LikenessCheck(self.setup.training)], published, schedule.tell))
+        NodeFits(self).run(schedules)
+        if len(schedules) > 1:
+            self.compared = published.round, dict(schedules[1].given.published.fitted)
 
     def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
         """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""

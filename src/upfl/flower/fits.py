@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class NodeFitting(Fitting):
     """A fit under way over nodes, by the numbers of their clients."""
 
-    def __init__(self, key: str, cohort: NodeCohort, fit: Fit, gone: Mapping[int, str]) -> None:
-        setup = cohort.setup
+    def __init__(self, key: str, fit: Fit, schedule: Schedule, cohort: NodeCohort, gone: Mapping[int, str]) -> None:
+        setup, self.schedule = cohort.setup, schedule
         example = setup.client(int(setup.federation.training.counts(fit.split).nonzero()[0][0]), 0)
         super().__init__(fit, example, fit.memory(example), setup.clients, setup.config.seed)
         asked = clients_of(type(fit), setup.federation, setup.config.evaluate_clients)
@@ -87,22 +87,25 @@ class NodeFits:
         self.cohort = cohort
         self.gone: dict[int, str] = {}  # who failed, and why
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self, schedules: Sequence[Schedule]) -> None:
+        """All fits of these schedules, of which each stands for itself; what nodes are given is the first one's."""
         running: list[NodeFitting] = []
         collect: Callable[[State, list[NodeFitting], int], bool] = self._secure if self.cohort.sums else self._plain
         while True:
-            running += [NodeFitting(key, self.cohort, fit, self.gone) for key, fit in schedule.ready().items()]
+            for schedule in schedules:
+                begun = schedule.ready().items()
+                running += [NodeFitting(key, fit, schedule, self.cohort, self.gone) for key, fit in begun]
             if not running:
                 return
-            published = schedule.given.published
-            others = collect(pack(schedule.given), running, published.round)
+            given = schedules[0].given
+            others = collect(pack(given), running, given.published.round)
             for one in running:
                 if not one.total.count:
                     raise StoppedError(f"{one.key} cannot be fitted: no node that is left has {one.fit.split} data")
-                one.fit.given = schedule.given  # with what was fitted just now
+                one.fit.given = one.schedule.given  # with what was fitted just now
                 one.aggregate(others)
                 if one.done:
-                    schedule.finished(one.key, one.fit, one.server, one.left_out)
+                    one.schedule.finished(one.key, one.fit, one.server, one.left_out)
             running = [one for one in running if not one.done]
 
     def _asked(self, given: State, running: Sequence[NodeFitting]) -> tuple[dict[str, Any], State]:
