@@ -15,6 +15,7 @@ from tests.plugin_methods import lines, small
 from upfl import api
 from upfl.bundle import Bundle
 from upfl.engine.setup import assemble
+from upfl.flower.messages import FACTS
 from upfl.methods import PERSONALIZERS
 from upfl.personalize.likeness import known_of
 
@@ -35,7 +36,8 @@ def messages(score: list[str], out: Path) -> list[list[str]]:
 
     def watch(node: int, message: Message, reply: Message) -> Message:
         if node == 1000 and message.metadata.message_type in ("train.fit", "evaluate"):
-            asked.append(list(message.content.config_records["facts"].get("keys", [])))
+            facts: dict[str, Any] = dict(message.content.config_records[FACTS])
+            asked.append(facts.get("keys", []))
         return reply
 
     federated(small("fedavg", EIGHT, score=score, **ALL), out, InProcessGrid(nodes(), watch))

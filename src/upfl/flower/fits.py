@@ -66,7 +66,7 @@ class SideBySide:
             part.reset(clients)
 
     def merged(self) -> None:
-        for part, values in zip(self.parts.values(), self.buffer.split(self.sizes), strict=True):
+        for part, values in zip(self.parts.values(), torch.split(self.buffer, self.sizes), strict=True):
             part.buffer.copy_(values)
             part.merged()
 
