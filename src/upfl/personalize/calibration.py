@@ -72,12 +72,14 @@ class Calibration(Fit):
     """Newton's method for all fits at once. theta = (a, b) of each fit."""
 
     key = "calibration"
+    rounds = 4
     # Sums of Hessians are large, and need not be exact: a Newton step corrects itself.
     scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian"), 24)
 
     def __init__(self, personalizer: Personalizer[Any], given: CrossFitted) -> None:
         super().__init__(personalizer, given)
-        self.rounds = 3 if personalizer.needs() else 4  # type: ignore[misc]
+        if personalizer.needs():
+            self.rounds = 3  # type: ignore[misc]
 
     def init(self, generator: torch.Generator) -> State:
         points = torch.zeros(FITS, POINTS, 1 + self.classes, dtype=torch.float64)
