@@ -11,27 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
 
 from upfl.contract import Fit
 from upfl.engine.fitting import Fitting, Schedule, clients_of
 from upfl.engine.fold import FixedPointSum
+from upfl.engine.setup import Setup
 from upfl.errors import BadClientError, StoppedError
 from upfl.flower.messages import FIT, NO_DATA, arrays_of, facts_of, pack, problem_in, to_record
 from upfl.state import State, prefixed, select
 
-if TYPE_CHECKING:
-    from upfl.flower.cohort import NodeCohort
+
+class Nodes(Protocol):
+    """The nodes of a run, as fits see them."""
+
+    setup: Setup
+    nodes: dict[int, int]  # each connected training node's client
+    sums: Any  # SecureSums, where sums are secure
+
+    @property
+    def late(self) -> str: ...
+
+    def message(self, node: int, kind: str, facts: Mapping[str, Any], arrays: ArrayRecord | None = None) -> Message: ...
+
+    def exchange(self, sent: Sequence[Message], what: str) -> Iterator[tuple[int, Message]]: ...
+
+    def work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord) -> Any: ...
 
 
 class NodeFitting(Fitting):
     """A fit under way over nodes, by the numbers of their clients."""
 
-    def __init__(self, key: str, fit: Fit, schedule: Schedule, cohort: NodeCohort, gone: Mapping[int, str]) -> None:
+    def __init__(self, key: str, fit: Fit, schedule: Schedule, cohort: Nodes, gone: Mapping[int, str]) -> None:
         setup, self.schedule = cohort.setup, schedule
         example = setup.client(int(setup.federation.training.counts(fit.split).nonzero()[0][0]), 0)
         super().__init__(fit, example, fit.memory(example), setup.clients, setup.config.seed)
@@ -83,7 +98,7 @@ class SideBySide:
 class NodeFits:
     """What a schedule wants to have fitted, over the nodes of a cohort."""
 
-    def __init__(self, cohort: NodeCohort) -> None:
+    def __init__(self, cohort: Nodes) -> None:
         self.cohort = cohort
         self.gone: dict[int, str] = {}  # who failed, and why
 
@@ -151,7 +166,7 @@ class NodeFits:
         facts, arrays = self._asked(given, running)
         total = SideBySide(running)
         work = cohort.work("fit", round, facts | {"sizes": total.sizes}, to_record(arrays))
-        left_out = sums.add(work, set().union(*(one.members for one in running)), total)
+        left_out: dict[int, str] = sums.add(work, set().union(*(one.members for one in running)), total)
         self.gone |= left_out
         lost = [one.lose(left_out) for one in running]
         return any(lost)
