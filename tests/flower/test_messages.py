@@ -28,3 +28,17 @@ def test_values_out_of_order_are_refused() -> None:
     column_major = Array(np.asfortranarray(np.zeros((2, 3))))
     with pytest.raises(BadClientError, match="'a' cannot be read"):
         from_record(ArrayRecord({"a": column_major}))
+
+
+def test_a_state_is_one_array_for_flower() -> None:
+    record = to_record({"a": torch.zeros(2), "b": torch.ones(3)})
+    assert len(record) == 1
+    assert from_record(to_record({})) == {}
+
+
+@pytest.mark.parametrize("cut", [1, 11, 12, 20, -1])
+def test_arrays_that_cannot_be_told_apart_are_refused(cut: int) -> None:
+    (name, array), *_ = to_record({"a": torch.zeros(2), "b": torch.ones(3)}).items()
+    short = from_record(ArrayRecord({"content": array}))["content"][:cut].numpy()
+    with pytest.raises(BadClientError, match=r"cannot be told apart|cannot be read"):
+        from_record(ArrayRecord({name: Array(short)}))

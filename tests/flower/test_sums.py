@@ -12,80 +12,18 @@ import torch
 from flwr.app import ConfigRecord, Message
 
 from tests.helpers.flower import BAD, CLIENTS, Watch, federated, nodes, own_data
+from tests.helpers.secure_grid import LinkGrid, assert_same_but_for_costs, secure_nodes
 from tests.in_process_grid import InProcessGrid
-from tests.plugin_methods import lines, result, server, small
+from tests.plugin_methods import lines, result, small
 from upfl.errors import StoppedError
-from upfl.flower.keys import make_keys
-from upfl.flower.messages import ARRAYS, FACTS, SECURE, from_record, to_record
+from upfl.flower.messages import ARRAYS, SECURE, from_record, to_record
 from upfl.flower.training_node import TrainingNode
 from upfl.methods import TRAININGS
 
 ALL = {"clients_per_round": 1.0}
 QUICK = ["fedavg", "scaffold", "hetero-fedtta", "closed-form"]
-OTHERS = ["fedtta", "fedprox", "fedgma", "hetero-tent", "afl", "odpfl-hn", "fedadg", "fedsr", "fedtta-prox"]
-METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)]
-
-
-@pytest.fixture(scope="session")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("secure") / "keys"
-    make_keys(folder, ["localhost"], CLIENTS, "127.0.0.1:1")
-    return folder
-
-
-def secure_nodes(keys: Path, **more: Any) -> dict[int, dict[str, Any]]:
-    own = {"secure": True, "peers": str(keys / "peers")}
-    return {
-        node: {**about, **own, "key": str(keys / f"node-{about['client'] + 1}.key"), **more}
-        for node, about in nodes().items()
-    }
-
-
-class LinkGrid(InProcessGrid):
-    """A grid whose nodes can be killed, and whose link can change what it sends."""
-
-    def __init__(self, about: dict[int, dict[str, Any]]) -> None:
-        super().__init__(about, self._after)
-        self.kill: Callable[[int, dict[str, Any]], bool] = lambda node, asked: False
-        self.cheat: Callable[[int, Message], None] = lambda node, message: None
-        self.asked: list[tuple[int, str, str]] = []  # node, step, work or nothing
-        self.masked: list[np.ndarray[Any, Any]] = []
-
-    def push_messages(self, messages: Any) -> list[str]:
-        ids = []
-        for message in messages:
-            node = message.metadata.dst_node_id
-            self.cheat(node, message)
-            ids += super().push_messages([message]) if node in self.contexts else [""]
-        return ids
-
-    def _after(self, node: int, message: Message, reply: Message) -> Message | None:
-        asked = dict(message.content.config_records.get(SECURE) or {})
-        work = dict(message.content.config_records.get(FACTS) or {}).get("work", "")
-        self.asked.append((node, str(asked.get("step", message.metadata.message_type)), str(work)))
-        if self.kill(node, asked | {"work": work}):
-            del self.contexts[node]
-            return None
-        if asked.get("step") == "mask" and reply.has_content() and ARRAYS in reply.content.array_records:
-            self.masked.append(from_record(reply.content.array_records[ARRAYS])["vector"].numpy())
-        return reply
-
-
-def comparable(line: dict[str, Any]) -> dict[str, Any]:
-    """What a round's line says but for times and costs."""
-    return {
-        name: value for name, value in line.items() if not name.endswith("_s") and name not in ("secure", "bytes_up")
-    }
-
-
-def assert_same_but_for_costs(secure: Path, plain: Path) -> None:
-    ours, theirs = lines(secure), lines(plain)
-    assert [comparable(line) for line in ours] == [comparable(line) for line in theirs]
-    states = server(secure), server(plain)
-    assert list(states[0]) == list(states[1])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
-    rows = [[{**row, "clients": None} for row in result(path)["rows"]] for path in (secure, plain)]
-    assert rows[0] == rows[1]
+OTHERS = [name for name, kind in TRAININGS.items() if name not in QUICK and not kind.publishes_memory]
+METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)]  # all that Flower takes
 
 
 @pytest.mark.bits
@@ -103,16 +41,6 @@ def test_a_secure_run_has_the_bits_of_one_that_is_not(method: str, keys: Path, t
         "nothing in the clear"
     )
     assert all(entry["kind"] == "new" for row in result(tmp_path / "secure")["rows"] for entry in row["clients"])
-
-
-@pytest.mark.bits
-def test_secure_fits_and_counts_have_the_bits_of_those_that_are_not(keys: Path, tmp_path: Path) -> None:
-    config = small("fedavg", "partition.clients=8", rounds=1, score=["refit+label-shift", "atp"], **ALL)
-    federated(config, tmp_path / "secure", LinkGrid(secure_nodes(keys)), secure=True)
-    federated(config, tmp_path / "plain", InProcessGrid(nodes()))
-    assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
-    assert lines(tmp_path / "secure")[-1]["fits"]
-    assert lines(tmp_path / "secure")[-1]["secure"]["bytes_up"].keys() == {"train", "fit", "evaluate"}
 
 
 @pytest.mark.bits
@@ -224,7 +152,7 @@ def test_a_sum_that_cannot_be_had_stops_the_run_and_names_who_was_missing(keys: 
 
 
 def test_a_fit_that_loses_a_node_ends_where_one_without_it_does(keys: Path, tmp_path: Path) -> None:
-    """Nothing is done again; but what is fitted is the least loss of those that remain."""
+    """Nothing is done again; but what is fitted is the least loss of those that remain, in the rounds that are left."""
     config = small("fedavg", "evaluate_clients=8", rounds=1, score=["calibrated"], **ALL)
     grid, fits = LinkGrid(secure_nodes(keys)), []
 
@@ -241,8 +169,8 @@ def test_a_fit_that_loses_a_node_ends_where_one_without_it_does(keys: Path, tmp_
     federated(config, tmp_path / "never", InProcessGrid(nodes(), never_fits), timeout=0.3)
     ours, theirs = (lines(tmp_path / name)[0]["fits"]["calibration.none"] for name in ("run", "never"))
     assert ours["left_out"] == theirs["left_out"] == 1
-    assert ours["cross_entropy"] == pytest.approx(theirs["cross_entropy"], abs=1e-8)
-    assert ours["temperature"] == pytest.approx(theirs["temperature"], rel=1e-3)
+    assert ours["cross_entropy"] == pytest.approx(theirs["cross_entropy"], abs=2e-4)
+    assert ours["temperature"] == pytest.approx(theirs["temperature"], rel=1e-2)
 
 
 # Links that cheat, over the grid

@@ -203,13 +203,21 @@ def arrays(folder: Path, outside: Path) -> Callable[[random.Random], None]:
 def messages(folder: Path, outside: Path) -> Callable[[random.Random], None]:
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict  # here, because it is an extra
 
-    from upfl.flower.messages import ARRAYS, FACTS, arrays_of, facts_of, problem_in, to_record
+    from upfl.flower.messages import ARRAYS, FACTS, TOGETHER, arrays_of, facts_of, from_record, problem_in, to_record
 
     like = {"a": torch.zeros(3, 4), "b": torch.zeros((), dtype=torch.int64), "weight": torch.ones(())}
     total = FixedPointSum(like, 4, {})
 
     def case(random: random.Random) -> None:
-        record = to_record(like)
+        together = to_record(like)
+        inner = Array(
+            np.frombuffer(
+                changed_bytes(from_record(ArrayRecord({"x": together[TOGETHER]}))["x"].numpy().tobytes(), random),
+                np.uint8,
+            )
+        )
+        apart = ArrayRecord({name: Array(value.numpy()) for name, value in like.items()})
+        record = random.choice((together, ArrayRecord({TOGETHER: inner}), apart))
         name = random.choice(list(record))
         data = record[name].data
         data = changed_array_header(data, random) if random.random() < 0.7 else changed_bytes(data, random)

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from upfl.contract import CrossFitted, Fit
+from upfl.contract import CrossFitted
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import Scores, evaluate
-from upfl.engine.fitting import clients_of, run_fit
+from upfl.engine.fitting import Schedule, run_fits
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Progress, RunFolder
 from upfl.engine.group import Group
@@ -68,8 +68,8 @@ class Cohort(ABC):
         """Have clients train, and form the sum of what they send; returns who was left out, and why."""
 
     @abstractmethod
-    def fit(self, key: str, fit: Fit) -> tuple[State, int]:
-        """Run the rounds of a fit; returns its last state, and how many clients were left out."""
+    def fit(self, schedule: Schedule) -> None:
+        """Run the rounds of all fits of a schedule."""
 
     @abstractmethod
     def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
@@ -162,10 +162,10 @@ class LocalCohort(Cohort):
     def members(self) -> Sequence[State]:
         return _Members(self) if self.setup.training.publishes_memory else ()
 
-    def fit(self, key: str, fit: Fit) -> tuple[State, int]:
+    def fit(self, schedule: Schedule) -> None:
         setup = self.setup
-        ids = clients_of(type(fit), setup.federation, setup.config.evaluate_clients)
-        return run_fit(fit, [setup.client(id, 0) for id in ids], setup.config.seed, self.group)
+        limit, seed = setup.config.evaluate_clients, setup.config.seed
+        run_fits(schedule, lambda id: setup.client(id, 0), setup.federation, limit, seed, self.group)
 
     def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
         scores = {}

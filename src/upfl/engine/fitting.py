@@ -19,6 +19,43 @@ from upfl.randomness import generator
 from upfl.state import State, all_aligned
 
 
+class Schedule:
+    """What is to be fitted, in an order in which it can be; and what was fitted so far, with facts for the metrics."""
+
+    def __init__(self, personalizers: Sequence[HasNeeds], published: Published, tell: Callable[[str], None]) -> None:
+        self.given, self.facts, self.tell = CrossFitted(published), dict[str, dict[str, float]](), tell
+        self._waiting = needs_of(personalizers)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._waiting
+
+    def __len__(self) -> int:
+        """How many fits have not begun."""
+        return len(self._waiting)
+
+    def first(self) -> tuple[str, Fit] | None:
+        """The next fit by itself: all that it stands on must have been finished."""
+        return self._begun(next(iter(self._waiting))) if self._waiting else None
+
+    def ready(self) -> dict[str, Fit]:
+        """All fits whose clients' part can be computed by now; their sums are to be read in this order."""
+        chosen: list[str] = []
+        for key, need in self._waiting.items():
+            # What tells how to read the sums must be there by then: from before, or from the same round.
+            known = {*self.facts, *(other for other in chosen if self._waiting[other].kind.rounds == 1)}
+            if known >= set(need.read_by) and self.facts.keys() >= set(need.after or ()):
+                chosen.append(key)
+        return dict(self._begun(key) for key in chosen)
+
+    def _begun(self, key: str) -> tuple[str, Fit]:
+        self.tell(f"fitting {key}")
+        return key, self._waiting.pop(key).stage(self.given)
+
+    def finished(self, key: str, fit: Fit, server: State, left_out: int) -> None:
+        self.given = self.given.plus(fit.results(server))
+        self.facts[key] = fit.facts(server) | ({"left_out": left_out} if left_out else {})
+
+
 def fit_needs(
     personalizers: Sequence[HasNeeds],
     published: Published,
@@ -29,31 +66,37 @@ def fit_needs(
     """Fit what the personalizers need on the training clients of a federation that is here."""
     require_data(personalizers, population.federation)
 
-    def by_workers(key: str, fit: Fit) -> tuple[State, int]:
-        clients = [population.training(i) for i in clients_of(type(fit), population.federation)]
-        return run_fit(fit, clients, population.seed, group)
+    def by_workers(schedule: Schedule) -> None:
+        run_fits(schedule, population.training, population.federation, None, population.seed, group)
 
     return fit_by(by_workers, personalizers, published, tell)
 
 
 def fit_by(
-    run: Callable[[str, Fit], tuple[State, int]],
+    run: Callable[[Schedule], None],
     personalizers: Sequence[HasNeeds],
     published: Published,
     tell: Callable[[str], None],
 ) -> tuple[CrossFitted, dict[str, dict[str, float]]]:
-    """Fit what the personalizers need, in order. `run` gives a fit's last state, and how many clients were left out.
+    """Fit what the personalizers need. Returns what was fitted, with facts about each fit for the metrics."""
+    schedule = Schedule(personalizers, published, tell)
+    run(schedule)
+    return schedule.given, schedule.facts
 
-    Returns what was fitted, with facts about each fit for the metrics.
-    """
-    given, facts = CrossFitted(published), {}
-    for key, need in needs_of(personalizers).items():
-        tell(f"fitting {key}")
-        fit = need.stage(given)
-        server, left_out = run(key, fit)
-        given = given.plus(fit.results(server))
-        facts[key] = fit.facts(server) | ({"left_out": left_out} if left_out else {})
-    return given, facts
+
+def run_fits(
+    schedule: Schedule,
+    client: Callable[[int], LocalClient],
+    federation: Federation,
+    limit: int | None,
+    seed: int,
+    group: Group,
+) -> None:
+    """All fits of a schedule on clients that are here, one after the other: so only one has its memories."""
+    while (begun := schedule.first()) is not None:
+        key, fit = begun
+        clients = [client(id) for id in clients_of(type(fit), federation, limit)]
+        schedule.finished(key, fit, *run_fit(fit, clients, seed, group))
 
 
 def require_data(personalizers: Sequence[HasNeeds], federation: Federation, limit: int | None = None) -> None:
@@ -83,10 +126,15 @@ def run_fit(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tu
     memories = {client.id: fit.memory(client) for client in ours}
     refused: set[int] = set()
 
-    def collect(server: State, round: int, total: FixedPointSum) -> None:
+    example = ours[0] if ours else clients[0]
+    fitting = Fitting(fit, example, memories.get(example.id) or fit.memory(example), len(clients), seed)
+    total = fitting.total
+    while not fitting.done:
+        total.reset(len(clients))
         for client in ours:
             group.check()
-            up, memories[client.id] = fit_client(fit, server, memories[client.id], replace(client, round=round))
+            asked = replace(client, round=fitting.round)
+            up, memories[client.id] = fit_client(fit, fitting.server, memories[client.id], asked)
             try:
                 total.add(fit.checked(up))
             except BadClientError:
@@ -95,39 +143,34 @@ def run_fit(fit: Fit, clients: list[LocalClient], seed: int, group: Group) -> tu
         total.merged()
         if not total.count:
             raise StoppedError(f"{fit.key}: what every client sent was not finite or too large; the model has diverged")
-
-    example = ours[0] if ours else clients[0]
-    memory = memories.get(example.id) or fit.memory(example)
-    server = fit_rounds(fit, example, memory, len(clients), seed, collect)
+        fitting.aggregate()
     left_out = torch.tensor([len(refused)])
     group.sum_(left_out)
-    return server, int(left_out)
+    return fitting.server, int(left_out)
 
 
-def fit_rounds(
-    fit: Fit,
-    example: LocalClient,
-    memory: State,
-    clients: int,
-    seed: int,
-    collect: Callable[[State, int, FixedPointSum], bool | None],
-) -> State:
-    """The rounds of a fit, until it is done: `collect` adds to the sum what at most `clients` clients send in a round.
+class Fitting:
+    """A fit under way, over at most so many clients: the server's state, and the sum that a round's parts go into.
 
-    It says whether these are others than in the round before. What they send has the form of what the example, with
-    its memory, would send.
+    What clients send has the form of what the example, with its memory, would send.
     """
-    server = fit.init(generator(seed, "fit", fit.key))
-    like, _ = fit.finish(server, fit.begin(server, memory, example), example)
-    total = FixedPointSum(like, clients, fit.scales)
-    for round in range(fit.rounds):
-        total.reset(clients)
-        if collect(server, round, total):
-            server = fit.over_others(server)
-        server = fit.aggregate(server, total, round)
-        if fit.done(server):
-            break
-    return server
+
+    def __init__(self, fit: Fit, example: LocalClient, memory: State, clients: int, seed: int) -> None:
+        self.fit = fit
+        self._start = fit.init(generator(seed, "fit", fit.key))
+        like, _ = fit.finish(self._start, fit.begin(self._start, memory, example), example)
+        self.total = FixedPointSum(like, clients, fit.scales)
+        self.restart()
+
+    def restart(self) -> None:
+        self.server, self.round, self.done = self._start, 0, False
+
+    def aggregate(self, others: bool = False) -> None:
+        """The end of a round, whose sum may be over others than those of the rounds before."""
+        server = self.fit.over_others(self.server) if others else self.server
+        self.server = self.fit.aggregate(server, self.total, self.round)
+        self.round += 1
+        self.done = self.round == self.fit.rounds or self.fit.done(self.server)
 
 
 def fit_client(fit: Fit, server: State, memory: State, client: LocalClient) -> tuple[Mapping[str, Tensor], State]:

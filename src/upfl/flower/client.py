@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+from collections import ChainMap
 from collections.abc import Callable
 from logging import ERROR, INFO
 from pathlib import Path
@@ -22,10 +23,11 @@ from upfl.engine.rounds import one_thread
 from upfl.engine.setup import named_federation
 from upfl.errors import ConfigError, RunError, UpflError
 from upfl.flower import masked
-from upfl.flower.messages import ARRAYS, FACTS, NO_DATA, SCORES, facts_of, from_record, refusal, to_record
+from upfl.flower.messages import ARRAYS, FACTS, FIT, NO_DATA, SCORES, facts_of, from_record, refusal, to_record
 from upfl.flower.privacy import clipping
 from upfl.flower.terms import Node
 from upfl.flower.training_node import TrainingNode
+from upfl.state import prefixed
 
 Handler = Callable[[Message, Context], RecordDict]
 
@@ -71,11 +73,12 @@ def train(message: Message, context: Context) -> RecordDict:
 @app.train("fit")
 @answering
 def fit(message: Message, context: Context) -> RecordDict:
-    node = plain(message, context)
-    stage = node.fit()
-    if not node.takes_part(stage):
-        return RecordDict({FACTS: ConfigRecord({NO_DATA: True})})
-    return RecordDict({ARRAYS: to_record(node.fitted(stage))})
+    """A round of each fit that it is asked for."""
+    found = [up for _, up in plain(message, context).fitted()]
+    parts = [prefixed(f"{FIT}-{place}", up) for place, up in enumerate(found) if up is not None]
+    without = [place for place, up in enumerate(found) if up is None]
+    facts = ConfigRecord({NO_DATA: without} if without else {})
+    return RecordDict({ARRAYS: to_record(dict(ChainMap(*parts))), FACTS: facts})
 
 
 @app.query("features")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from logging import WARNING
 from typing import Any
 
@@ -14,25 +13,24 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from upfl.contract import CrossFitted, Fit
+from upfl.contract import CrossFitted
 from upfl.data.standardize import Sums
 from upfl.engine.cohort import NEW_CLIENTS, Cohort, Tell
 from upfl.engine.evaluate import Scores, held_out, newcomer_counts, no_counts, validating
-from upfl.engine.fitting import clients_of, fit_rounds
+from upfl.engine.fitting import Schedule
 from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import Progress
 from upfl.engine.group import Group
 from upfl.engine.setup import Setup
 from upfl.errors import BadClientError, StoppedError
-from upfl.flower import features
+from upfl.flower import features, messages
+from upfl.flower.fits import NodeFits
 from upfl.flower.masked import kind_of
 from upfl.flower.messages import (
     ARRAYS,
     FACTS,
-    NO_DATA,
     SCORES,
     arrays_of,
-    exchange,
     facts_of,
     pack,
     problem_in,
@@ -41,7 +39,8 @@ from upfl.flower.messages import (
 from upfl.flower.privacy import CLIP, floating
 from upfl.flower.sums import SecureSums, Work
 from upfl.flower.terms import Settings, Terms
-from upfl.state import State, norm, prefixed
+from upfl.personalize import likeness
+from upfl.state import State, norm
 
 ATTEMPTS = 3  # at a round in which too few nodes gave good replies
 STEP = 2.0  # seconds between looks for nodes
@@ -60,11 +59,16 @@ class NodeCohort(Cohort):
         # Privacy allows no word about a node's own figures; the server may know of no new clients.
         private = {"loss", "validation"} if self.privacy else set()
         self.withheld = frozenset(private) | (NEW_CLIENTS if not len(setup.federation.new) else frozenset())
+        self.compared: tuple[int, State] = -1, {}  # a round, and what newcomers compare their data with after it
         self.sums: SecureSums | None = None
         if terms.secure:
             about = terms.run, settings.threshold, settings.timeout
-            self.sums = SecureSums(*about, self._exchange, lambda: self.nodes)
+            self.sums = SecureSums(*about, self.exchange, lambda: self.nodes)
             self.summed = True
+
+    @property
+    def late(self) -> str:
+        return f"did not reply within {self.settings.timeout:g} s"
 
     def begin(self, progress: Progress) -> None:
         super().begin(progress)
@@ -103,9 +107,9 @@ class NodeCohort(Cohort):
         self.nodes = {node: client for node, client in self.nodes.items() if node in present}
         self.idle = {node: why for node, why in self.idle.items() if node in present}
         strangers = sorted(present - self.nodes.keys() - self.idle.keys())
-        messages = [self._message(node, "query.introduce", {}) for node in strangers]
+        asked = [self.message(node, "query.introduce", {}) for node in strangers]
         # Sorted: which of two nodes with one number trains must not depend on who answers first.
-        replies = self._exchange(messages, "introduce")
+        replies = self.exchange(asked, "introduce")
         for node, reply in sorted(replies, key=lambda answer: answer[0]):
             client = None if problem_in(reply) else facts_of(reply).get("client")
             if not isinstance(client, int) or not 0 <= client < self.setup.clients:
@@ -118,14 +122,14 @@ class NodeCohort(Cohort):
                 log(WARNING, "node %d does not train: %s", node, why)
         self.seen |= set(self.nodes.values())
 
-    def _message(self, node: int, kind: str, facts: Mapping[str, Any], arrays: ArrayRecord | None = None) -> Message:
+    def message(self, node: int, kind: str, facts: Mapping[str, Any], arrays: ArrayRecord | None = None) -> Message:
         content = RecordDict({FACTS: ConfigRecord({"terms": self.terms.model_dump_json(), **facts})})
         if arrays is not None:
             content[ARRAYS] = arrays
         return Message(content, node, kind, ttl=self.settings.timeout)
 
-    def _exchange(self, messages: Sequence[Message], what: str) -> Iterator[tuple[int, Message]]:
-        return exchange(self.grid, messages, self.settings.timeout, what)
+    def exchange(self, sent: Sequence[Message], what: str) -> Iterator[tuple[int, Message]]:
+        return messages.exchange(self.grid, sent, self.settings.timeout, what)
 
     def feature_sums(self) -> Sums:
         """Sums of features over the training nodes that are there, before the first round."""
@@ -136,8 +140,8 @@ class NodeCohort(Cohort):
             work = Work({"terms": self.terms.model_dump_json(), "work": "features", "round": 0}, ArrayRecord())
             self.sums.add(work, clients, total, self.settings.min_nodes)
         else:
-            messages = [self._message(node, "query.features", {}) for node in self.nodes]
-            for node, reply in self._exchange(messages, "features"):
+            asked = [self.message(node, "query.features", {}) for node in self.nodes]
+            for node, reply in self.exchange(asked, "features"):
                 try:
                     total.check(up := arrays_of(reply))
                     if not features.from_state(up).plausible:
@@ -157,7 +161,7 @@ class NodeCohort(Cohort):
     def train(self, participants: list[int], round: int, total: FixedPointSum) -> dict[int, str]:
         needed = min(self.settings.min_nodes, self.setup.config.participants(self.setup.clients))
         if self.sums:
-            left_out = self.sums.add(self._work("train", round, {}, self._server(round)), participants, total, needed)
+            left_out = self.sums.add(self.work("train", round, {}, self._server(round)), participants, total, needed)
             if not self.privacy and (rms := _mean_square(total)) > self.settings.largest_rms:
                 raise StoppedError(f"round {round + 1}: the sum's root mean square is {rms:g}: a node sent too much")
             return left_out
@@ -179,12 +183,12 @@ class NodeCohort(Cohort):
         node_of = {client: node for node, client in self.nodes.items()}
         facts = {"round": round} | ({CLIP: self.privacy.clip} if self.privacy else {})
         arrays = self._server(round)
-        messages = [
-            self._message(node_of[client], "train", facts | self._memory_facts(client), arrays)
+        asked = [
+            self.message(node_of[client], "train", facts | self._memory_facts(client), arrays)
             for client in participants
         ]
-        left_out = dict.fromkeys(participants, f"did not reply within {self.settings.timeout:g} s")
-        for node, reply in self._exchange(messages, f"train, round {round + 1}"):
+        left_out = dict.fromkeys(participants, self.late)
+        for node, reply in self.exchange(asked, f"train, round {round + 1}"):
             client = self.nodes[node]
             try:
                 self._add(reply, total)
@@ -196,7 +200,7 @@ class NodeCohort(Cohort):
     def _server(self, round: int) -> ArrayRecord:
         return to_record(self.setup.training.sent(self.progress.server, round))
 
-    def _work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord) -> Work:
+    def work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord) -> Work:
         """What nodes compute their parts of a secure sum from."""
         return Work(
             {"terms": self.terms.model_dump_json(), "work": work, "round": round, **facts}, arrays, self._memory_facts
@@ -236,79 +240,17 @@ class NodeCohort(Cohort):
 
     # Fits and scores
 
-    def fit(self, key: str, fit: Fit) -> tuple[State, int]:
-        """The rounds of a fit over the nodes.
+    def fit(self, schedule: Schedule) -> None:
+        """The fits of a schedule; with those of the last round, what newcomers compare their data with.
 
-        Its rounds compare sums, so they must be over the same nodes: where one fails, all is done again without it.
+        It goes in the same messages, and would take four of its own when the bundle is written.
         """
-        fitted = clients_of(type(fit), self.setup.federation, self.setup.config.evaluate_clients)
-        nodes = {node for node, client in self.nodes.items() if client in fitted}
-        if self.sums:
-            return self._secure_fit(key, fit, {self.nodes[node] for node in nodes})
-        missing = 0
-        while True:
-            try:
-                return self._try_fit(key, fit, nodes), missing
-            except _NodesFailedError as failed:
-                nodes, missing = nodes - failed.why.keys(), missing + len(failed.why)
-                for node, why in failed.why.items():
-                    log(WARNING, "%s is fitted without client %d: %s", key, self.nodes[node], why)
-
-    def _secure_fit(self, key: str, fit: Fit, clients: set[int]) -> tuple[State, int]:
-        """The rounds of a fit as secure sums. Whoever drops out is missing from then on.
-
-        Nothing is done again without it: two sums of the same over different clients would tell their difference.
-        """
-        sums, given, began, versions = self.sums, pack(fit.given), len(clients), dict.fromkeys(clients, -1)
-        assert sums is not None
-
-        def collect(server: State, round: int, total: FixedPointSum) -> bool:
-            facts = {"key": key, "fit_round": round}
-            work = self._work("fit", fit.given.published.round, facts, to_record(given | prefixed("fit", server)))
-            work = replace(work, own=lambda client: {"memory": versions[client]})
-            left_out = sums.add(work, versions, total)
-            for client, why in left_out.items():
-                log(WARNING, "%s is fitted without client %d from step %d on: %s", key, client, round + 1, why)
-                del versions[client]
-            versions.update(dict.fromkeys(versions, round))
-            if not total.count:
-                raise StoppedError(f"{key} cannot be fitted: no node that is left has {fit.split} data")
-            return bool(left_out)
-
-        return self._fit_rounds(fit, collect), began - len(versions)
-
-    def _fit_rounds(self, fit: Fit, collect: Callable[[State, int, FixedPointSum], bool | None]) -> State:
-        counts = self.setup.federation.training.counts(fit.split)
-        example = self.setup.client(int(counts.nonzero()[0][0]), 0)
-        return fit_rounds(fit, example, fit.memory(example), self.setup.clients, self.setup.config.seed, collect)
-
-    def _try_fit(self, key: str, fit: Fit, nodes: set[int]) -> State:
-        given, versions = pack(fit.given), dict.fromkeys(sorted(nodes), -1)
-
-        def collect(server: State, round: int, total: FixedPointSum) -> None:
-            facts = {"key": key, "round": fit.given.published.round, "fit_round": round}
-            arrays = to_record(given | prefixed("fit", server))
-            messages = [
-                self._message(node, "train.fit", facts | {"memory": version}, arrays)
-                for node, version in versions.items()
-            ]
-            failed = dict.fromkeys(versions, f"did not reply within {self.settings.timeout:g} s")
-            for node, reply in self._exchange(messages, f"fit {key}, step {round + 1}"):
-                if not problem_in(reply) and facts_of(reply).get(NO_DATA):
-                    del versions[node], failed[node]
-                    continue
-                try:
-                    total.add(fit.checked(arrays_of(reply)))
-                    versions[node] = round
-                    del failed[node]
-                except BadClientError as error:
-                    failed[node] = str(error)
-            if failed:
-                raise _NodesFailedError(failed)
-            if not total.count:
-                raise StoppedError(f"{key} cannot be fitted: no node that is left has {fit.split} data")
-
-        return self._fit_rounds(fit, collect)
+        schedules, published = [schedule], schedule.given.published
+        if len(schedule) and likeness.KEY not in schedule and self.progress.round == self.setup.config.rounds:
+            schedules.append(Schedule([likeness.LikenessCheck(self.setup.training)], published, schedule.tell))
+        NodeFits(self).run(schedules)
+        if len(schedules) > 1:
+            self.compared = published.round, dict(schedules[1].given.published.fitted)
 
     def score(self, given: CrossFitted, tell: Tell) -> dict[str, Scores]:
         """Validation on the nodes, unless privacy forbids it; new clients of a named data set here."""
@@ -331,12 +273,12 @@ class NodeCohort(Cohort):
 
     def _validate(self, given: CrossFitted) -> Iterator[tuple[int, dict[str, list[int]]]]:
         arrays, scored = to_record(pack(given)), validating(self.setup.federation, self.setup.config.evaluate_clients)
-        messages = [
-            self._message(node, "evaluate", {"round": given.published.round} | self._memory_facts(client), arrays)
+        asked = [
+            self.message(node, "evaluate", {"round": given.published.round} | self._memory_facts(client), arrays)
             for node, client in self.nodes.items()
             if client in scored
         ]
-        for node, reply in self._exchange(messages, "evaluate"):
+        for node, reply in self.exchange(asked, "evaluate"):
             counts = {} if problem_in(reply) else dict(reply.content.metric_records.get(SCORES) or {})
             if counts.keys() == self.setup.personalizers.keys() and all(map(_are_counts, counts.values())):
                 yield self.nodes[node], counts  # type: ignore[misc]
@@ -355,7 +297,7 @@ class NodeCohort(Cohort):
         first = {kind_of(federation, client): client for client in reversed(scored)}
         like = {name: torch.zeros(len(first), 3, dtype=torch.int64) for name in self.setup.personalizers}
         total = FixedPointSum(like, self.setup.clients)
-        work = self._work("evaluate", given.published.round, {"kinds": list(first)}, to_record(pack(given)))
+        work = self.work("evaluate", given.published.round, {"kinds": list(first)}, to_record(pack(given)))
         assert self.sums is not None
         for client, why in self.sums.add(work, set(scored) & set(self.nodes.values()), total).items():
             log(WARNING, "client %d has no part in the validation scores: %s", client, why)
@@ -365,14 +307,6 @@ class NodeCohort(Cohort):
             if not all(map(_are_counts, counts.values())):
                 raise StoppedError("the sum of validation counts cannot be one: a node sent what it must not")
             yield client, counts
-
-
-class _NodesFailedError(Exception):
-    """Nodes that did not give a good reply in a round of a fit."""
-
-    def __init__(self, why: dict[int, str]) -> None:
-        super().__init__()
-        self.why = why
 
 
 def _mean_square(total: FixedPointSum) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from upfl.flower.messages import ARRAYS, SECURE, facts_of, to_record
 from upfl.flower.privacy import clipped
 from upfl.flower.secure import Advert, Member, RefusedError, Session
 from upfl.flower.secure.primitives import Vector
-from upfl.flower.secure.session import packed
+from upfl.flower.secure.session import AND, packed
 from upfl.flower.terms import Node
 from upfl.flower.training_node import TrainingNode
 
@@ -92,9 +92,11 @@ STEPS: dict[str, Step] = {
 
 
 def name_of(facts: Mapping[str, Any]) -> str:
-    """The name of a sum, by what is added: a node gives its part of a name once."""
+    """The name of a sum, by what is added: a node gives its part of a name once. Of fits it is all of their names."""
     name = f"{facts['work']}/{facts['round']}"
-    return f"{name}/{facts['key']}/{facts['fit_round']}" if facts["work"] == "fit" else name
+    if facts["work"] != "fit":
+        return name
+    return AND.join(f"{name}/{key}/{step}" for key, step in zip(facts["keys"], facts["fit_rounds"], strict=True))
 
 
 def digest(message: Message) -> bytes:
@@ -106,20 +108,43 @@ def digest(message: Message) -> bytes:
 
 def _vector(node: TrainingNode, session: Session) -> Vector:
     """What this node adds, as the integers that the sum is made of; zeros, and no count, where it has no data."""
-    work, scales, up = node.facts["work"], None, None
+    work, up = node.facts["work"], None
+    names = [str(name) for name in node.facts["names"]]
+    if work == "fit":
+        return _fits_vector(node, names)
     if work == "train":
-        up, scales = node.training.checked(node.trained()), node.training.scales
+        up = node.training.checked(node.trained())
         if node.terms.privacy:
             up = clipped(up, node.terms.privacy.clip)
-    elif work == "fit" and node.takes_part(fit := node.fit()):
-        up, scales = fit.checked(node.fitted(fit)), fit.scales
     elif work == "features":
         up = node.feature_sums()
     elif work == "evaluate" and (scores := node.scored()):
         up = {name: rows_of(node, counts) for name, counts in scores.items()}
     if up is None:
         return np.zeros(session.size, np.uint64)
-    names = [str(name) for name in node.facts["names"]]
+    total = _summed(node, up, names, node.training.scales if work == "train" else None)
+    if work == "train" and node.terms.privacy:
+        node.terms.privacy.check(up)
+        node.terms.privacy.disturb(total, session.threshold)
+    return total.buffer.numpy().view(np.uint64)
+
+
+def _fits_vector(node: TrainingNode, names: Sequence[str]) -> Vector:
+    """Its parts of several fits, side by side."""
+    parts = []
+    for (fit, up), key, size in zip(node.fitted(), node.facts["keys"], node.facts["sizes"], strict=True):
+        own = [name.removeprefix(f"{key}/") for name in names if name.startswith(f"{key}/")]
+        total = None if up is None else _summed(node, fit.checked(up), own, fit.scales).buffer
+        parts.append(np.zeros(int(size), np.uint64) if total is None else total.numpy().view(np.uint64))
+        if len(parts[-1]) != int(size):
+            raise RefusedError(f"{key}: {len(parts[-1])} values, and {int(size)} are to be added")
+    return np.concatenate(parts)
+
+
+def _summed(
+    node: TrainingNode, up: Mapping[str, Tensor], names: Sequence[str], scales: Mapping[str, int] | None
+) -> FixedPointSum:
+    """This node's part alone as a sum."""
     if up.keys() != set(names):
         raise RefusedError("what is to be added has other names than what it computed")
     total = FixedPointSum({name: up[name] for name in names}, int(node.facts["clients"]), scales)
@@ -127,10 +152,7 @@ def _vector(node: TrainingNode, session: Session) -> Vector:
         total.add(up)
     except BadClientError as error:  # whose message has values in it
         raise RefusedError("what it has to add is not finite, too large, or not of the expected form") from error
-    if work == "train" and node.terms.privacy:
-        node.terms.privacy.check(up)
-        node.terms.privacy.disturb(total, session.threshold)
-    return total.buffer.numpy().view(np.uint64)
+    return total
 
 
 def rows_of(node: TrainingNode, counts: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
 """State to Flower's records and back.
 
-One ArrayRecord holds a state under its own names. Nothing that arrives is trusted: no pickled object is read, and no
+A state is one array of bytes: the length of each name and of each tensor as a file of NumPy's, and these. Flower brings
+every array of a message by requests of its own over each of four connections, of which a hundred small tensors would
+take a thousand. Nothing that arrives is trusted: no pickled object is read, and no
 header decides how much memory is taken. Replies are read as they come, so that the server holds one at a time.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
@@ -25,16 +29,43 @@ from upfl.state import State, aligned, prefixed, select
 ARRAYS, FACTS, SCORES = "arrays", "facts", "scores"  # the records of a message
 OWN, SECURE = "own", "secure"  # facts for one node alone; a step of a secure sum
 PROBLEM, NO_DATA = "problem", "no_data"  # facts by which a node says why it has nothing to send
+FIT = "fit"  # what belongs to a fit is under this word, with its place among the fits of a message
+TOGETHER, LENGTHS = "*", struct.Struct("<IQ")  # the name of the array that holds all; what stands before each
 POLL = 0.5  # seconds between looks for replies
 LONGEST = 300  # characters of a reason
 
 
 def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in state.items()})
+    parts = []
+    for name, value in state.items():
+        text, content = name.encode(), Array(value.detach().cpu().contiguous().numpy()).data
+        parts += [LENGTHS.pack(len(text), len(content)), text, content]
+    return ArrayRecord({TOGETHER: Array(np.frombuffer(b"".join(parts), np.uint8))} if parts else {})
 
 
 def from_record(record: ArrayRecord) -> State:
-    return {name: _tensor(name, array) for name, array in record.items()}
+    """What a record holds, together or by itself."""
+    state: State = {}
+    for name, array in record.items():
+        state |= _separated(array) if name == TOGETHER else {name: _tensor(name, array)}
+    return state
+
+
+def _separated(array: Array) -> State:
+    content, state, start = memoryview(_tensor(TOGETHER, array).numpy().tobytes()), State(), 0
+    try:
+        while start < len(content):
+            name_length, length = LENGTHS.unpack_from(content, start)
+            start += LENGTHS.size
+            if start + name_length + length > len(content):
+                raise ValueError("it ends too early")
+            name = str(content[start : start + name_length], "utf-8")
+            start += name_length
+            state[name] = _tensor(name, Array("", (), "numpy.ndarray", bytes(content[start : start + length])))
+            start += length
+    except (ValueError, struct.error) as error:
+        raise BadClientError(f"its arrays cannot be told apart: {one_line(str(error), LONGEST)}") from error
+    return state
 
 
 def _tensor(name: str, array: Array) -> Tensor:

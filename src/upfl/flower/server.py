@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,12 @@ def _checked(engine: Engine[Any], published: Published, private: bool) -> Publis
     """With what newcomers compare their data with; unless noise must cover all that nodes tell, or nodes are gone."""
     if private:
         return published
+    cohort = engine.cohort
+    assert isinstance(cohort, NodeCohort)
+    if cohort.compared[0] == published.round:
+        return replace(published, fitted=published.fitted | cohort.compared[1])
     try:
-        return fit_by(engine.cohort.fit, [LikenessCheck(engine.training)], published, lambda what: None)[0].published
+        return fit_by(cohort.fit, [LikenessCheck(engine.training)], published, lambda what: None)[0].published
     except StoppedError as error:
         log(WARNING, "newcomers will not be told whether their data are like the federation's: %s", error)
         return published

@@ -21,8 +21,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 
-from upfl.engine.fold import FixedPointSum
 from upfl.errors import BadClientError, StoppedError
+from upfl.flower.fits import Summed
 from upfl.flower.masked import VECTOR, name_of
 from upfl.flower.messages import ARRAYS, FACTS, OWN, SECURE, arrays_of, problem_in
 from upfl.flower.secure import Advert, Collector, Session, TooFewError
@@ -62,7 +62,7 @@ class SecureSums:
         self.seconds, self.bytes_up = {}, {}
         return told
 
-    def add(self, work: Work, clients: Iterable[int], total: FixedPointSum, needed: int = FEWEST) -> dict[int, str]:
+    def add(self, work: Work, clients: Iterable[int], total: Summed, needed: int = FEWEST) -> dict[int, str]:
         """Form the sum of what clients have for some work; returns who is not in it, and why."""
         everybody = asked = sorted(clients)
         needed, name = max(needed, FEWEST), name_of(work.facts)
@@ -85,7 +85,7 @@ class SecureSums:
 class _Attempt:
     """One session of the protocol over messages."""
 
-    def __init__(self, sums: SecureSums, work: Work, clients: Sequence[int], total: FixedPointSum) -> None:
+    def __init__(self, sums: SecureSums, work: Work, clients: Sequence[int], total: Summed) -> None:
         self.sums, self.work, self.clients, self.total = sums, work, clients, total
         self.why: dict[int, str] = {}  # why clients did not come through a step
         total.reset(len(clients))

@@ -24,14 +24,14 @@ from upfl.data.forms import Vectors
 from upfl.data.standardize import sums_of
 from upfl.engine.clients import LocalClient
 from upfl.engine.evaluate import score_validation, shown_to
-from upfl.engine.fitting import fit_client
+from upfl.engine.fitting import clients_of, fit_client
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
 from upfl.engine.rounds import matrix_precision
 from upfl.engine.setup import assemble
 from upfl.errors import ConfigError, RunError
 from upfl.flower import features
-from upfl.flower.messages import ARRAYS, OWN, facts_of, from_record, to_record, unpack
+from upfl.flower.messages import ARRAYS, FIT, OWN, facts_of, from_record, to_record, unpack
 from upfl.flower.terms import Node, Terms, node_federation
 from upfl.personalize.likeness import LikenessCheck
 from upfl.state import State, all_aligned, select, to_device
@@ -95,24 +95,27 @@ class TrainingNode:
             self.store.forget_before(int(self.facts["memory_saved"]), but=round)
         return up
 
-    def fit(self) -> Fit:
-        """The fit that a message is about."""
-        key, given = str(self.facts["key"]), unpack(self.arrays, int(self.facts["round"]))
+    def fitted(self) -> list[tuple[Fit, Mapping[str, Tensor] | None]]:
+        """One round of each fit that a message is about; nothing for those that this node has no part in."""
+        arrays, limit = self.arrays, self.terms.config.evaluate_clients
+        given = unpack(arrays, int(self.facts["round"]))
         needed: list[HasNeeds] = [*self.setup.personalizers.values(), LikenessCheck(self.training)]
-        return needs_of(needed)[key].stage(given)
+        needs, found = needs_of(needed), list[tuple[Fit, Mapping[str, Tensor] | None]]()
+        for place, (key, round) in enumerate(zip(self.facts["keys"], self.facts["fit_rounds"], strict=True)):
+            fit = needs[str(key)].stage(given)
+            takes_part = self.id in clients_of(type(fit), self.setup.federation, limit)
+            up = self._fit_round(str(key), fit, select(arrays, f"{FIT}-{place}"), int(round)) if takes_part else None
+            found.append((fit, up))
+        return found
 
-    def takes_part(self, fit: Fit) -> bool:
-        return bool(self.setup.federation.training.counts(fit.split)[self.id])
-
-    def fitted(self, fit: Fit) -> Mapping[str, Tensor]:
-        """One round of a fit that personalizers need, on this node's validation data or its training data."""
-        round, version = int(self.facts["fit_round"]), int(self.facts["memory"])
-        store = ContextMemory(self.context.state, f"fit-{self.facts['key']}")
+    def _fit_round(self, key: str, fit: Fit, server: State, round: int) -> Mapping[str, Tensor]:
+        store = ContextMemory(self.context.state, f"fit-{key}")
         with self.precision():
-            memory = fit.memory(self.client(0)) if version < 0 else store.load(version)
-            up, memory = fit_client(fit, select(self.arrays, "fit"), memory, self.client(round))
-        store.save(round, memory)
-        store.forget_before(round, but=round)
+            memory = store.load(round - 1) if round else fit.memory(self.client(0))
+            up, memory = fit_client(fit, server, memory, self.client(round))
+        if round + 1 < fit.rounds:
+            store.save(round, memory)
+        store.forget_before(round - 1, but=round)  # the one before, too, is needed where a round is tried again
         return up
 
     def scored(self) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class Atp(Personalizer[AtpHyper]):
         return super().why_not(training) or no_steps(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (Need.of(Rates, self),)
+        return (Need.of(Rates, self, after=()),)
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         alpha = fitted(published, f"{Rates.key}.{self.name}")["alpha"]

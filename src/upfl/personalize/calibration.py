@@ -4,9 +4,15 @@
 
 a and b minimise the cross-entropy on training clients' validation data, after each client personalized as a newcomer
 would (so that what a personalizer does to the probabilities is calibrated, too). The problem is convex: Newton steps,
-whose loss, gradient and Hessian are sums over clients. A step that does not lower the loss is halved.
+whose loss, gradient and Hessian are sums over clients.
 
-    pi = mean p over that data        with b free, the label frequencies there; what p is a posterior for
+On Flower every round of sums is a message to each client, so there are at most four, three where the personalizer
+itself needed a fit; each asks about six points at once. First these are six temperatures with b = 0. Then, from the
+best of them: a half, one, one and a half and two Newton steps, a Newton step of b alone, and a Newton step from the
+second best. The last Newton step is taken without asking again, where it gains less than a hundredth of a nat.
+
+    pi = mean p over that data        with b free, the label frequencies there; what p is a posterior for. After the
+                                      last step it is what the Hessian says
 
 Settled: a is drawn to 1 with the weight of one sample, without which it has no bound where every prediction is right,
 and stays above 0: where predictions mislead, it is held at 1e-3 and b goes on alone, so that pi is right nevertheless.
@@ -31,6 +37,7 @@ from torch import Tensor
 from upfl.contract import (
     FITS,
     Client,
+    CrossFitted,
     Fit,
     Hyper,
     Need,
@@ -47,12 +54,16 @@ from upfl.errors import RunError
 from upfl.personalize import class_mix
 from upfl.personalize.adaptation import entropy
 from upfl.personalize.estimate import TOO_FEW, Reliability, enough_clients, estimates, shown_mix
+from upfl.personalize.newton import LEAST_SCALE, Newton, newton_sums
 from upfl.personalize.nothing import Nothing
 from upfl.state import State, select
 
 MANY_CLASSES = 62
-LEAST_SCALE = 1e-3
-CLOSE = 1e-10  # nats from the least mean loss, twice: where data is thin, the sums' rounding lets no step come nearer
+CLOSE = 1e-6  # nats that the next step gains, twice: the one after that gains nothing that counts
+SURE = 1e-2  # nats, twice, below which a step is taken without a look
+SCALES = (1.0, 0.125, 0.25, 0.5, 2.0, 4.0)  # where the clients look first; the model as it is comes first
+FRACTIONS = (1.0, 0.5, 1.5, 2.0)  # of a Newton step
+POINTS = len(SCALES)
 HELD = 0.5  # how many samples' weight draws b to 0
 ROUNDING = 2.0**-24  # of a difference of mean losses: in the sum, each client's is off by half of 2^-24 at most
 
@@ -61,25 +72,31 @@ class Calibration(Fit):
     """Newton's method for all fits at once. theta = (a, b) of each fit."""
 
     key = "calibration"
-    rounds = 60
+    rounds = 4
     # Sums of Hessians are large, and need not be exact: a Newton step corrects itself.
-    scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian", "prior"), 24)
+    scales: ClassVar = dict.fromkeys(("loss", "gradient", "hessian"), 24)
+
+    def __init__(self, personalizer: Personalizer[Any], given: CrossFitted) -> None:
+        super().__init__(personalizer, given)
+        if personalizer.needs():
+            self.rounds = 3  # type: ignore[misc]
 
     def init(self, generator: torch.Generator) -> State:
-        fits = FITS
-        theta = torch.zeros(fits, 1 + self.classes, dtype=torch.float64)
-        theta[:, 0] = 1
+        points = torch.zeros(FITS, POINTS, 1 + self.classes, dtype=torch.float64)
+        points[:, :, 0] = torch.tensor(SCALES)
+        theta = points[:, 0].clone()
         return {
-            "point": theta,  # where the clients look next
-            "theta": theta.clone(),  # the best so far, what the loss is there, and where to go from there
-            "loss": torch.full((fits,), torch.inf, dtype=torch.float64),
-            "direction": torch.zeros_like(theta),
-            "fraction": torch.ones(fits, dtype=torch.float64),
-            "decrement": torch.full((fits,), torch.inf, dtype=torch.float64),
-            "prior": torch.full((fits, self.classes), 1 / self.classes, dtype=torch.float64),
-            "confusion": torch.zeros(fits, self.classes, self.classes, dtype=torch.float64),
-            "clients": torch.zeros(fits, dtype=torch.int64),
-            "labels": torch.zeros(fits, dtype=torch.int64),
+            "points": points,  # where the clients look next
+            "theta": theta,  # the best so far, what the loss is there, and where to go from there
+            "loss": torch.full((FITS,), torch.inf, dtype=torch.float64),
+            "step": torch.zeros_like(theta),
+            "fraction": torch.ones(FITS, dtype=torch.float64),
+            "decrement": torch.full((FITS,), torch.inf, dtype=torch.float64),
+            "prior": torch.full((FITS, self.classes), 1 / self.classes, dtype=torch.float64),
+            "prior_step": torch.zeros(FITS, self.classes, dtype=torch.float64),
+            "confusion": torch.zeros(FITS, self.classes, self.classes, dtype=torch.float64),
+            "clients": torch.zeros(FITS, dtype=torch.int64),
+            "labels": torch.zeros(FITS, dtype=torch.int64),
         }
 
     def memory(self, client: Client) -> State:
@@ -92,51 +109,67 @@ class Calibration(Fit):
         return {"scores": scores, "y": y}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        part = self.part_of(client.id)
+        part, y = self.part_of(client.id), carry["y"]
         scores = carry["scores"][part] if len(carry["scores"]) > 1 else carry["scores"]
-        up = {"clients": self.takes_part(client.id)}
-        for name, value in newton_sums(server["point"][part], scores, carry["y"]).items():
+        taking = self.takes_part(client.id)
+        at_points = [newton_sums(points, scores, y) for points in server["points"][part].unbind(1)]
+        up = {"clients": taking, "counts": taking.unsqueeze(1) * torch.bincount(y, minlength=self.classes)}
+        found = {name: torch.stack([sums[name] for sums in at_points], 1) for name in self.scales}
+        found["hessian"] = found["hessian"][..., *torch.triu_indices(1 + self.classes, 1 + self.classes)]
+        found["confusion"] = at_points[0]["confusion"]  # at one point: it is large, and its use is rough
+        for name, value in found.items():
             up[name] = value.new_zeros(FITS, *value.shape[1:])
             up[name][part] = value
         return up, carry
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
-        count = total["count"].double().clamp(min=1)
+        labels, points, every = total["counts"].sum(1), server["points"], torch.arange(FITS)
+        count = labels.double().clamp(min=1)
+        few = self.too_few(total["clients"], labels)
         weight = self.penalty(count).unsqueeze(1).repeat(1, 1 + self.classes)
         weight[:, 0] = 1 / count
-        away = server["point"].clone()
-        away[:, 0] -= 1
-        loss = total["loss"] / count + 0.5 * (weight * away.square()).sum(1)
-        gradient = total["gradient"] / count.unsqueeze(1) + weight * away
-        hessian = total["hessian"] / count.view(-1, 1, 1) + torch.diag_embed(weight)
-        hessian[:, 1:, 1:] += 1  # b's mean does not show in p: keep it where it is
+        away = points.clone()
+        away[:, :, 0] -= 1
+        losses = total["loss"] / count.unsqueeze(1) + 0.5 * (weight.unsqueeze(1) * away.square()).sum(2)
+        order = losses.argsort(dim=1, stable=True)
+        order[few, 0] = 0  # the model stays as it is
+        gradients = total["gradient"] / count.view(-1, 1, 1) + weight.unsqueeze(1) * away
 
+        def newton(at: Tensor) -> Newton:
+            rows, columns = torch.triu_indices(1 + self.classes, 1 + self.classes)
+            slopes = torch.empty(FITS, 1 + self.classes, 1 + self.classes, dtype=torch.float64)
+            slopes[:, rows, columns] = slopes[:, columns, rows] = total["hessian"][every, at] / count.unsqueeze(1)
+            return Newton.at(points[every, at], gradients[every, at], slopes, weight)
+
+        best, second = newton(order[:, 0]), newton(order[:, 1])
+        loss = losses[every, order[:, 0]]
         better = loss <= server["loss"] + ROUNDING
-        step = -torch.linalg.solve(hessian, gradient)
-        scale = server["point"][:, 0]
-        held = (scale < 1.01 * LEAST_SCALE) & (step[:, 0] < 0)
-        hessian[held, 0, 1:] = hessian[held, 1:, 0] = 0
-        gradient[held, 0] = 0
-        step = -torch.linalg.solve(hessian, gradient)
-        step[self.too_few(total["clients"], total["count"])] = 0  # the model stays as it is
-        longest = torch.where(step[:, 0] < 0, (scale - LEAST_SCALE) / -step[:, 0], 1.0).clamp(max=1)
         row = better.unsqueeze(1)
-        theta = torch.where(row, server["point"], server["theta"])
-        direction = torch.where(row, step, server["direction"])
-        fraction = torch.where(better, longest, server["fraction"] / 2)
+        theta = torch.where(row, best.point, server["theta"])
+        step = torch.where(row, best.step, server["step"])
+        fraction = torch.where(better, 1.0, server["fraction"] / 8)
+        tried = [theta + fraction.unsqueeze(1) * part * step for part in FRACTIONS]
+        others = [theta + fraction.unsqueeze(1) * part * step for part in (0.25, 0.125)]
+        instead = (best.point + best.bias_step, second.point + second.step)
+        tried += [torch.where(row, new, less) for new, less in zip(instead, others, strict=True)]
+        ahead = torch.stack(tried, 1)
+        ahead[:, :, 0].clamp_(min=LEAST_SCALE)
+        frequencies = total["counts"] / count.unsqueeze(1)
+        prior = frequencies + total["gradient"][every, order[:, 0], 1:] / count.unsqueeze(1)
+        confusion = total["confusion"].double() / count.view(-1, 1, 1)
+        still = few.unsqueeze(1)
         return {
-            "point": theta + fraction.unsqueeze(1) * direction,
+            "points": torch.where(few.view(-1, 1, 1), theta.unsqueeze(1), ahead),
             "theta": theta,
             "loss": torch.where(better, loss, server["loss"]),
-            "direction": direction,
+            "step": torch.where(still, 0.0, step),
             "fraction": fraction,
-            "decrement": torch.where(better, -(gradient * step).sum(1), server["decrement"]),
-            "prior": torch.where(row, total["prior"] / count.unsqueeze(1), server["prior"]),
-            "confusion": torch.where(
-                better.view(-1, 1, 1), total["confusion"].double() / count.view(-1, 1, 1), server["confusion"]
-            ),
+            "decrement": torch.where(better, best.decrement, server["decrement"]).masked_fill(few, 0.0),
+            "prior": torch.where(row, prior, server["prior"]),
+            "prior_step": torch.where(row, best.prior_step, server["prior_step"]).masked_fill(still, 0.0),
+            "confusion": torch.where(better.view(-1, 1, 1), confusion, server["confusion"]),
             "clients": total["clients"],
-            "labels": total["count"],
+            "labels": labels,
         }
 
     def over_others(self, server: State) -> State:
@@ -147,17 +180,21 @@ class Calibration(Fit):
         return (HELD / count).clamp(min=1e-3 if self.classes >= MANY_CLASSES else 0.0)
 
     def done(self, server: State) -> bool:
-        return bool(((server["decrement"] < CLOSE) | (server["fraction"] < 1e-6)).all())
+        return bool((server["decrement"] < CLOSE).all())
 
     def facts(self, server: State) -> dict[str, float]:
-        return {"temperature": 1 / server["theta"][0, 0].item(), "cross_entropy": server["loss"][0].item()}
+        found, loss = self.fitted(server, 0), server["loss"][0].item()
+        gain = server["decrement"][0].item() / 2 if server["decrement"][0] < SURE else 0.0
+        return {"temperature": 1 / found["scale"].item(), "cross_entropy": loss - gain}
 
     def fitted(self, server: State, fit: int) -> State:
         smoothing = 1e-4 if self.classes >= MANY_CLASSES else 1e-6
-        prior = server["prior"][fit] + smoothing
+        sure = (server["decrement"][fit] < SURE).double()
+        theta = server["theta"][fit] + sure * server["step"][fit]
+        prior = (server["prior"][fit] + sure * server["prior_step"][fit]).clamp(min=0) + smoothing
         return {
-            "scale": server["theta"][fit, 0].clone(),
-            "bias": server["theta"][fit, 1:].clone(),
+            "scale": theta[0].clone(),
+            "bias": theta[1:].clone(),
             "prior": prior / prior.sum(),
             "confusion": server["confusion"][fit].clone(),
             "clients": server["clients"][fit].clone(),
@@ -168,33 +205,6 @@ class Calibration(Fit):
     def ranges(self) -> dict[str, tuple[float, float]]:
         counts = dict.fromkeys(("clients", "labels"), (0, math.inf))
         return {"scale": (LEAST_SCALE / 2, math.inf), "prior": (1e-12, 1), "confusion": (0, 1), "few": (0, 1)} | counts
-
-
-def newton_sums(theta: Tensor, scores: Tensor, y: Tensor) -> State:
-    """A client's part of the loss, its gradient and Hessian at each theta; and of the mean posterior and confusion.
-
-    theta [fits, 1 + classes], scores [fits or 1, n, classes], y [n].
-    """
-    (fits, _), (_, n, classes) = theta.shape, scores.shape
-    log_p = (theta[:, :1].unsqueeze(2) * scores + theta[:, 1:].unsqueeze(1)).log_softmax(2)
-    p = log_p.exp()
-    off = p.clone()
-    off[:, torch.arange(n), y] -= 1
-    away = scores - (p * scores).sum(2, keepdim=True)
-    hessian = torch.empty(fits, 1 + classes, 1 + classes, dtype=scores.dtype)
-    hessian[:, 0, 0] = (p * away.square()).sum((1, 2))
-    hessian[:, 0, 1:] = hessian[:, 1:, 0] = (p * away).sum(1)
-    hessian[:, 1:, 1:] = p.sum(1).diag_embed() - p.mT @ p
-    confusion = torch.zeros(fits, classes**2, dtype=torch.int64)
-    confusion.scatter_add_(1, p.argmax(2) * classes + y, torch.ones(fits, n, dtype=torch.int64))
-    return {
-        "count": torch.full((fits,), n),
-        "loss": -log_p[:, torch.arange(n), y].sum(1),
-        "gradient": torch.cat([(off * scores).sum((1, 2)).unsqueeze(1), off.sum(1)], 1),
-        "hessian": hessian,
-        "prior": p.sum(1),
-        "confusion": confusion.view(fits, classes, classes),
-    }
 
 
 @dataclass(frozen=True)
@@ -263,6 +273,7 @@ class Correction(Personalizer[H]):
 
     later = "similar"
     Base: ClassVar[type[Personalizer[Any]]] = Nothing
+    choices: ClassVar[int] = 1  # from how many corrections its own needs choose
 
     def __init__(self, training: Training[Any], hyper: H) -> None:
         super().__init__(training, hyper)
@@ -283,7 +294,12 @@ class Correction(Personalizer[H]):
         return cls.Base.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (*self.base.needs(), Need.of(Calibration, self.base), *self.own_needs(), Need.of(Reliability, self))
+        before = self.base.needs()
+        known = (*before, Need.of(Calibration, self.base, before))
+        own = tuple(need if need.after is not None else need.standing_on(known) for need in self.own_needs())
+        chooses = self.choices > 1
+        reliability = Need.of(Reliability, self, known if chooses else (*known, *own), own if chooses else ())
+        return (*known, *own, reliability)
 
     def own_needs(self) -> tuple[Need, ...]:
         """What this needs besides the calibration."""
@@ -317,10 +333,22 @@ class Correction(Personalizer[H]):
     def found(self, base: Personalized, published: Published) -> tuple[Calibrator, Corrected]:
         """What becomes of the base's logits; where too few taught the calibration, they stay."""
         calibrator = Calibrator.of(published, self.base.name)
-        if not calibrator.too_few:
-            return calibrator, self.correct(base, calibrator, published)
-        posterior = calibrator.log_posterior(base.logits).exp()
-        return calibrator, Corrected(posterior, None, f"not corrected: {calibrator.too_few} to go by", as_is=True)
+        return calibrator, _if_too_few(base, calibrator) or self.correct(base, calibrator, published)
+
+    def possible(self, base: Personalized, published: Published) -> tuple[Calibrator, list[Corrected]]:
+        """The same for every choice, before it is known which one it will be."""
+        calibrator = Calibrator.of(published, self.base.name)
+        if unchanged := _if_too_few(base, calibrator):
+            return calibrator, [unchanged] * self.choices
+        return calibrator, self.all_corrections(base, calibrator, published)
+
+    def choice(self, fitted_so_far: State) -> int:
+        """Which of the corrections what was fitted has chosen."""
+        return 0
+
+    def all_corrections(self, base: Personalized, calibrator: Calibrator, published: Published) -> list[Corrected]:
+        """What becomes of the base's logits by each choice."""
+        return [self.correct(base, calibrator, published)]
 
     def mixes(self, base: Personalized, calibrator: Calibrator, found: Corrected) -> Tensor:
         """Two estimates of the client's mix of classes, [2, classes]: by what was done, and by its own evidence."""
@@ -333,6 +361,14 @@ class Correction(Personalizer[H]):
     @abstractmethod
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         """What becomes of the base's logits."""
+
+
+def _if_too_few(base: Personalized, calibrator: Calibrator) -> Corrected | None:
+    """Where too few taught the calibration: the base's predictions, as they are."""
+    if not calibrator.too_few:
+        return None
+    posterior = calibrator.log_posterior(base.logits).exp()
+    return Corrected(posterior, None, f"not corrected: {calibrator.too_few} to go by", as_is=True)
 
 
 class Calibrated(Correction[Hyper]):

@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from upfl.contract import FITS, Client, Estimate, Fit, Total, varies
+from upfl.contract import FITS, FOLDS, Client, Estimate, Fit, Total, varies
 from upfl.state import State
 
 TOO_FEW = "too few training clients or labels taught how far such estimates are off"
@@ -57,39 +57,53 @@ class Reliability(Fit):
         return pairs | {name: torch.zeros(FITS, dtype=torch.int64) for name in ("clients", "few")}
 
     def memory(self, client: Client) -> State:
+        """For each fit, and each correction that the gate may choose: it says which when the sums are there."""
         y = self.labels(client)
-        error, square, within, mixed = torch.zeros(4, FITS, 2, dtype=torch.float64)
+        error, square, within, mixed = torch.zeros(4, FITS, self.personalizer.choices, 2, dtype=torch.float64)
         base, n = self.personalizer.base, len(y)
         truth = torch.bincount(y, minlength=self.classes) / n
         for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
-            calibrator, found = self.personalizer.found(personalized, published)
-            after = personalized.logits if found.as_is else found.posterior
-            for i, predictions in enumerate((personalized.before, after)):
-                off = (predictions.cpu().argmax(1) == y).double() - of_predictions(predictions, found.posterior)
-                error[fit, i], square[fit, i] = off.sum(), off.sum() ** 2 / n
-                within[fit, i] = (off - off.mean()).square().sum()
-            mixes = self.personalizer.mixes(personalized, calibrator, found)
-            mixed[fit] = n * total_variation(mixes, truth)
+            calibrator, possible = self.personalizer.possible(personalized, published)
+            for choice, found in enumerate(possible):
+                at = fit, choice
+                after = personalized.logits if found.as_is else found.posterior
+                for i, predictions in enumerate((personalized.before, after)):
+                    off = (predictions.cpu().argmax(1) == y).double() - of_predictions(predictions, found.posterior)
+                    error[at][i], square[at][i] = off.sum(), off.sum() ** 2 / n
+                    within[at][i] = (off - off.mean()).square().sum()
+                mixed[at] = n * total_variation(self.personalizer.mixes(personalized, calibrator, found), truth)
         return {"error": error, "square": square, "within": within, "mixed": mixed, "samples": torch.tensor(n)}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        clients = self.takes_part(client.id)
+        clients, fold = self.takes_part(client.id), client.id % FOLDS
         samples = clients * carry["samples"]
-        return {**carry, "clients": clients, "samples": samples, "squared_samples": samples * carry["samples"]}, carry
+        up = {"clients": clients, "samples": samples, "squared_samples": samples * carry["samples"]}
+        for name in self.scales:
+            # For the fit on all clients, those of a fold play with what was fitted without it: by fold, as it chose.
+            up[name] = carry[name].new_zeros(2, FOLDS, *carry[name].shape[1:])
+            up[name][0, fold], up[name][1] = carry[name][0], carry[name][1:]
+        return up, carry
+
+    def _chosen(self, sums: Tensor) -> Tensor:
+        """The sums of what each gate has chosen, [fits, 2]."""
+        folds = torch.arange(FOLDS)
+        found = sums[:, folds, [self.personalizer.choice(fitted) for fitted in self.given.folds]]
+        return torch.cat([found[0].sum(0, keepdim=True), found[1]])
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         clients, samples = total["clients"], total["samples"]
+        error, square, within, mixed = (self._chosen(total[name]) for name in self.scales)
         k, n, squared = (value.double().unsqueeze(1) for value in (clients, samples, total["squared_samples"]))
         n = n.clamp(min=1)
-        offset = total["error"] / n
-        within = (total["within"] + PSEUDO_WRONG) / (n - k + PSEUDO).clamp(min=1)
+        offset = error / n
+        within = (within + PSEUDO_WRONG) / (n - k + PSEUDO).clamp(min=1)
         others, size = (k - 1).clamp(min=1), (n - squared / n).clamp(min=1e-9)
-        between = ((total["square"] - n * offset.square() - others * within) / size).clamp(0, 1)
+        between = ((square - n * offset.square() - others * within) / size).clamp(0, 1)
         between = between + (2 / others).sqrt() * (between + others * within / size)
         return {
             "offset": offset,
             "scatter": (between * (1 + squared / n.square()) + within / n).clamp(max=1),
-            "mixed": total["mixed"] / n,
+            "mixed": mixed / n,
             "clients": clients,
             "few": self.too_few(clients, samples).long(),
         }

@@ -35,6 +35,7 @@ be said, not even that.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import torch
@@ -62,22 +63,37 @@ class LabelShift(Correction[LabelShiftHyper]):
     name = "label-shift"
     title = "label-shift correction"
     Hyper = LabelShiftHyper
+    choices = 1 + AS_IS
 
     def own_needs(self) -> tuple[Need, ...]:
         return (Need.of(Gate, self),)
 
-    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
-        posterior, menus = self.posterior(calibrator.log_posterior(base.logits), calibrator)
+    def choice(self, fitted_so_far: State) -> int:
         if self.hyper.gate is None:
-            menu = int(fitted(published, f"{Gate.key}.{self.name}")["menu"])
-        else:
-            menu = sum(s < self.hyper.gate for s in MENUS)
+            return int(fitted_so_far[f"{Gate.key}.{self.name}.menu"])
+        return sum(s < self.hyper.gate for s in MENUS)
+
+    def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
+        if self.hyper.gate is None:
+            fitted(published, f"{Gate.key}.{self.name}")  # or says that there is none
+        return self._by([self.choice(published.fitted)], base, calibrator)[0]
+
+    def all_corrections(self, base: Personalized, calibrator: Calibrator, published: Published) -> list[Corrected]:
+        return self._by(range(self.choices), base, calibrator)
+
+    def _by(self, chosen: Iterable[int], base: Personalized, calibrator: Calibrator) -> list[Corrected]:
+        """What becomes of the base's logits by each of these menus."""
+        posterior, menus = self.posterior(calibrator.log_posterior(base.logits), calibrator)
         own_mix = posterior.averaged(menus[0])[0].mean(0)
-        if menu == AS_IS:
-            why = "left as it is, because on training clients the uncorrected model is right more often"
-            return Corrected(posterior.r[-1], None, why, own_mix, as_is=True)
-        r, mix, weights = posterior.averaged(menus[menu])
-        return Corrected(r, mix, self._explained(menu, weights), own_mix)
+        found = []
+        for menu in chosen:
+            if menu == AS_IS:
+                why = "left as it is, because on training clients the uncorrected model is right more often"
+                found.append(Corrected(posterior.r[-1], None, why, own_mix, as_is=True))
+            else:
+                r, mix, weights = posterior.averaged(menus[menu])
+                found.append(Corrected(r, mix, self._explained(menu, weights), own_mix))
+        return found
 
     def posterior(self, log_p: Tensor, calibrator: Calibrator) -> tuple[Posterior, Tensor]:
         """Posteriors under every prior, and log weights [menus, priors] of what each menu allows.

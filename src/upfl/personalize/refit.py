@@ -71,7 +71,7 @@ class NewLayer(Personalizer[H]):
         return super().why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (Need.of(self.Layer, self),)
+        return (Need.of(self.Layer, self, after=()),)
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         layer = fitted(published, f"{self.Layer.key}.{self.name}")

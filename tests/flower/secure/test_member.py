@@ -120,6 +120,15 @@ def test_a_sum_whose_masks_were_taken_off_is_not_given_again() -> None:
     federation.ask(0, "advertise", replace(ABOUT, name="train/1"))
 
 
+def test_what_was_added_beside_something_else_is_not_given_again_without_it() -> None:
+    federation = Federation(CLIENTS)
+    federation.sum(replace(ABOUT, name="fit/1/gate/0 and fit/1/likeness/0"), VECTORS)
+    for name in ("fit/1/gate/0", "fit/1/likeness/0", "fit/1/likeness/0 and fit/1/gate/1"):
+        with pytest.raises(RefusedError, match="gives it once"):
+            federation.ask(0, "advertise", replace(ABOUT, name=name, attempt=2))
+    federation.ask(0, "advertise", replace(ABOUT, name="fit/1/gate/1 and fit/1/likeness/1"))
+
+
 def test_a_step_is_answered_once_and_in_order() -> None:
     federation, _, found = upto("mask")
     for step, *what in (("share", found["adverts"]), ("agree", range(CLIENTS)), ("unmask", {})):

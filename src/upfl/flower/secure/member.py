@@ -99,7 +99,7 @@ class Member:
 
     def advertise(self, session: Session) -> Advert:
         """Begin a session. Whatever was under way is forgotten, so that its masks can no longer be taken off."""
-        if f"{session.run}/{session.name}" in self._state.spent:
+        if set(session.parts) & set(self._state.spent):
             raise RefusedError(f"it has given its part of the sum {session.name} already, and gives it once")
         if session.threshold < 2:
             raise RefusedError("a secure sum needs a threshold of at least 2")
@@ -201,8 +201,7 @@ class Member:
                     f"client {peer} did not sign what this one signed: it was shown another set of those that remain, "
                     "or asked for something else"
                 )
-        name = f"{session.run}/{session.name}"
-        self._state = replace(state, spent=(*(known for known in state.spent if known != name), name))
+        self._state = replace(state, spent=tuple(dict.fromkeys((*state.spent, *session.parts))))
         return {peer: share[SECRET:] if peer in state.live else share[:SECRET] for peer, share in state.shares.items()}
 
     def _at(self, stage: str) -> tuple[State, Session]:

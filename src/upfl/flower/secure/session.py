@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PROTOCOL = b"upfl secure sum 1"
+AND = " and "  # between the names of what is added side by side
 
 
 def packed(*parts: bytes | str | int) -> bytes:
@@ -23,10 +24,15 @@ class Session:
     """One attempt at one sum."""
 
     run: str  # no other run has this name
-    name: str  # which of the run's sums it is
+    name: str  # which of the run's sums it is, or which several
     attempt: int
     threshold: int  # t: so many must stay to the end
     size: int  # of the vectors
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The whole name of each thing that is added: a member gives its part of it once, whatever stands beside it."""
+        return tuple(f"{self.run}/{part}" for part in self.name.split(AND))
 
     def packed(self) -> bytes:
         return packed(PROTOCOL, self.run, self.name, self.attempt, self.threshold, self.size)
