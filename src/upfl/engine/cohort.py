@@ -35,6 +35,7 @@ class Cohort(ABC):
     """Who takes part in a round, how clients train, how something is fitted on them, how they are scored."""
 
     withheld: frozenset[str] = frozenset()  # figures that these clients do not tell, by their names in the metrics
+    waits = True  # whether a round begins only when the checkpoint of the one before it is written
     summed = False  # whether training clients' scores are known as sums only, each in the place of one client
 
     def __init__(self, setup: Setup, group: Group) -> None:
@@ -90,6 +91,8 @@ class Cohort(ABC):
 
 class LocalCohort(Cohort):
     """Clients of a federation whose data is on this machine, dealt out among the workers of a group."""
+
+    waits = False
 
     def __init__(self, setup: Setup, folder: RunFolder, group: Group) -> None:
         super().__init__(setup, group)
