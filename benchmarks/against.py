@@ -77,25 +77,26 @@ with one_thread(), torch.no_grad():
 """
 
 
-def whole_rounds(given: argparse.Namespace, trees: list[Path]) -> None:
-    """Rounds of FedAvg with all that belongs to them, checkpoint and metrics: processor time of the whole process."""
-    for model in given.whole:
-        with tempfile.TemporaryDirectory() as made, ExitStack() as at_end:
-            folder, found = Path(made), ([], [])
-            prepare(Work(model, given.method, clients=given.clients), folder)
-            command = [sys.executable, "-P", "-m", "benchmarks.peers.ours", made]
-            processes = [Process(command, folder / f"log{i}", [f"{tree}/src", str(tree)]) for i, tree in enumerate(trees)]
-            for process in map(at_end.enter_context, processes):
-                process.wait_until_ready()
-                process.round()  # kernels are made, and steps recorded
+def whole_rounds(model: str, given: argparse.Namespace, trees: list[Path]) -> None:
+    """Rounds with all that belongs to them, checkpoint and metrics: processor time of the whole process."""
+    found: list[list[float]] = [[], []]
+    with tempfile.TemporaryDirectory() as made, ExitStack() as at_end:
+        folder = Path(made)
+        prepare(Work(model, given.method, clients=given.clients), folder)  # type: ignore[arg-type]
+        command, processes = [sys.executable, "-P", "-m", "benchmarks.peers.ours", made], list[Process]()
+        for i, tree in enumerate(trees):
+            process = Process(command, folder / f"log{i}", [str(tree / "src"), str(tree)])
+            processes.append(at_end.enter_context(process))
+            process.wait_until_ready()
+            process.round()  # kernels are made, and steps recorded
 
-            def ask(which: int) -> None:
-                before = processor_seconds(processes[which].process.pid)
-                processes[which].round()
-                found[which].append((processor_seconds(processes[which].process.pid) - before) / given.clients)
+        def ask(which: int) -> None:
+            before = processor_seconds(processes[which].process.pid)
+            processes[which].round()
+            found[which].append((processor_seconds(processes[which].process.pid) - before) / given.clients)
 
-            in_turn(given.samples, lambda: ask(0), lambda: ask(1))
-            show(f"a client's share of a round, {given.method} {model}", found[0], found[1], 1e3, "ms")
+        in_turn(given.samples, lambda: ask(0), lambda: ask(1))
+    show(f"a client's share of a round, {given.method} {model}", found[0], found[1], 1e3, "ms")
 
 
 def processor_seconds(process: int) -> float:
@@ -133,8 +134,9 @@ def main() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # children inherit it
     trees = [ROOT, given.other.resolve()]
     print(f"{'':48}{'other':>10}{'this':>10}   {'ratio':>8}")
+    for model in given.whole:
+        whole_rounds(model, given, trees)
     if given.whole:
-        whole_rounds(given, trees)
         return
     children = [
         subprocess.Popen(

@@ -2,10 +2,10 @@
 
 Processor time of the first worker's thread, by part, each without the parts within it: medians over the rounds after
 the first ones, in which steps are recorded and libraries make their kernels. What other threads of the process take
-(merging, files that are written meanwhile) stands on a line of its own, the clock's time below it. The product knows
-nothing of this: its functions are wrapped from outside. `--avx2` holds all libraries to AVX2, where the processor has more.
+(merging, a checkpoint that is written meanwhile) stands on a line of its own. Nothing of this is in the engine: its
+functions are wrapped from outside. `--avx2` holds all libraries to AVX2 where the processor has more.
 
-The data are random, of MNIST's shape for models of vectors and CIFAR-10's for others. Nothing is evaluated.
+The data are random, of MNIST's shape for the MLP and of CIFAR-10's for other models. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -13,44 +13,81 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from upfl.config import Config
-    from upfl.data.federation import Federation
-    from upfl.engine.rounds import Engine
+import numpy as np
+
+from benchmarks.growth import Teller
+from benchmarks.workers import following, leading
+from upfl.config import Config, configure
+from upfl.data.federation import Federation, build_federation
+from upfl.data.forms import Pixels
+from upfl.data.inputs import Inputs
+from upfl.data.partition import Partition
+from upfl.data.source import Source
+from upfl.engine.clients import LocalClient
+from upfl.engine.fold import FixedPointSum
+from upfl.engine.rounds import Engine
+from upfl.engine.setup import assemble
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 STEPS, FIRST, ELSE = "steps", "first step of a client, beyond a usual one", "all else"
-OTHERS, OWN, WALL = "other threads of the process", "own", "wall"
+OTHERS, OWN, WALL = "other threads of the process", "the round", "by the clock"
 WARM = 3  # rounds that are not counted
 SAMPLES = 600  # of each client, of which 15% are for validation
 
 
-class Parts:
-    """Time by part, each without the parts within it."""
+class Parts(Teller):
+    """Time by part, each without the parts within it; told by the engine when a round is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine[Any]) -> None:
         self.rounds: list[Counter[str]] = []
-        self._stack = [ELSE]
-        self.steps: list[float] = []
-        self.first: list[float] = []
-        self.begin()
+        self._stack, self._first = [ELSE], True
+        self._begin()
+        training, cohort = engine.training, engine.cohort
+        cohort.steps = self._stepping(cohort.steps)
+        self._wrap(training, "begin", "start of a client: copies, layout")
+        self._wrap_items(LocalClient, "phase", "batches: order, labels")
+        self._wrap(Inputs, "x", "batches: gathering")
+        self._wrap(engine.setup.inputs, "_read", "batches: normalizing, layout")
+        self._wrap(training, "finish", "change")
+        self._wrap(FixedPointSum, "check", "sum: check")
+        self._wrap(FixedPointSum, "add", "sum: conversion, addition")
+        self._wrap(engine.group, "sum_", "merging")
+        self._wrap(training, "aggregate", "aggregate")
+        self._wrap(engine, "_record", "checkpoint, metrics")
+        for name in ("save_memory", "load_memory"):
+            self._wrap(engine.folder, name, "clients' memory")
 
-    def begin(self) -> None:
-        self.now: Counter[str] = Counter()
-        self._since, self._all, self._wall = time.thread_time(), time.process_time(), time.perf_counter()
-        self._round_began = self._since
+    def begin(self, run: Engine[Any]) -> None:
+        self._begin()
 
-    def enter(self, part: str) -> None:
+    def round(self, metrics: dict[str, Any]) -> None:
+        self._until_now()
+        usual = statistics.median(self.later or self.first)
+        self.now[FIRST] = sum(self.first) - usual * len(self.first)
+        self.now[STEPS] -= self.now[FIRST]
+        self.now[OWN] = self._since - self._began[0]
+        self.now[OTHERS] = time.process_time() - self._began[1] - self.now[OWN]
+        self.now[WALL] = time.perf_counter() - self._began[2]
+        self.rounds.append(self.now)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.now, self.first, self.later = Counter[str](), list[float](), list[float]()
+        self._began = time.thread_time(), time.process_time(), time.perf_counter()
+        self._since = self._began[0]
+
+    def _enter(self, part: str) -> None:
         self._until_now()
         self._stack.append(part)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         self._until_now()
         self._stack.pop()
 
@@ -59,91 +96,80 @@ class Parts:
         self.now[self._stack[-1]] += now - self._since
         self._since = now
 
-    def wrap(self, owner: Any, name: str, part: str) -> None:
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
         original = getattr(owner, name)
 
         def timed(*arguments: Any) -> Any:
-            self.enter(part)
+            self._first |= name == "begin"
+            self._enter(part)
             try:
                 return original(*arguments)
             finally:
-                self.leave()
+                self._leave()
 
         setattr(owner, name, timed)
 
-    def wrap_items(self, owner: Any, name: str, part: str) -> None:
+    def _wrap_items(self, owner: Any, name: str, part: str) -> None:
         """The same for a function that gives one thing after another."""
         original = getattr(owner, name)
 
         def timed(*arguments: Any) -> Iterator[Any]:
             items = original(*arguments)
             while True:
-                self.enter(part)
+                self._enter(part)
                 item = next(items, None)
-                self.leave()
+                self._leave()
                 if item is None:
                     return
                 yield item
 
         setattr(owner, name, timed)
 
-    def stepping(self, steps: Callable[..., Any]) -> Callable[..., Any]:
+    def _stepping(self, steps: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            self.enter(STEPS)
+            self._enter(STEPS)
             began = self._since
             result = steps(*arguments)
-            self.leave()
-            (self.steps if self.begun else self.first).append(self._since - began)
-            self.begun = True
+            self._leave()
+            (self.first if self._first else self.later).append(self._since - began)
+            self._first = False
             return result
 
         return timed
 
-    def client_begins(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            self.begun = False
-            self.enter("start of a client: copies, layout")
-            carry = begin(*arguments)
-            self.leave()
-            return carry
 
-        return timed
-
-    def round_ends(self) -> None:
-        self._until_now()
-        usual = statistics.median(self.steps or self.first)
-        beyond = sum(self.first) - usual * len(self.first)
-        self.now[STEPS] -= beyond
-        self.now[FIRST] = beyond
-        own = self._since - self._round_began
-        self.now[OTHERS] = time.process_time() - self._all - own
-        self.now[WALL], self.now[OWN] = time.perf_counter() - self._wall, own
-        self.rounds.append(self.now)
-        self.steps, self.first = [], []
-        self.begin()
+def configured(given: argparse.Namespace) -> Config:
+    return configure(
+        given.method,
+        "mnist" if given.model == "mlp" else "cifar10",  # the shape's name
+        model=given.model,
+        rounds=WARM + given.rounds + 1,  # the last one is evaluated, and not counted
+        clients_per_round=given.clients,
+        evaluate_every=10**9,
+        evaluate_clients=1,
+        training={"iterations": given.iterations},
+        partition={"kind": "iid", "clients": 2 * given.clients},
+    )
 
 
-def watched(parts: Parts, engine: Any) -> None:
-    """Wrap what a round is made of."""
-    from upfl.data.inputs import Inputs
-    from upfl.engine.clients import LocalClient
-    from upfl.engine.fold import FixedPointSum
+def federation(config: Config) -> Federation:
+    shape = (1, 28, 28) if config.dataset == "mnist" else (3, 32, 32)
+    rng, count = np.random.default_rng(0), config.partition.clients * SAMPLES
+    pixels = rng.integers(0, 256, (count, *shape), np.uint8)
+    form = Pixels(shape=shape, scale=255.0, mean=(0.5,) * shape[0], std=(0.25,) * shape[0])
+    source = Source("random", pixels, rng.integers(0, 10, count), tuple("0123456789"), count, None, form)
+    partition = Partition.model_validate(config.partition.model_dump())
+    return build_federation(source, partition, config.partition_seed, config.model.sizes)
 
-    training, cohort, folder = engine.training, engine.cohort, engine.folder
-    cohort.steps = parts.stepping(cohort.steps)
-    training.begin = parts.client_begins(training.begin)
-    parts.wrap_items(LocalClient, "phase", "batches: order, labels")
-    parts.wrap(Inputs, "x", "batches: gathering")
-    parts.wrap(engine.setup.inputs, "_read", "batches: normalizing, layout")
-    parts.wrap(training, "finish", "change")
-    parts.wrap(FixedPointSum, "check", "sum: check")
-    parts.wrap(FixedPointSum, "add", "sum: conversion, addition")
-    parts.wrap(engine.group, "sum_", "merging")
-    parts.wrap(training, "aggregate", "aggregate")
-    parts.wrap(folder, "append_metrics", "metrics")
-    parts.wrap(folder, "save", "checkpoint")
-    for name in ("save_memory", "load_memory", "supersede_memory"):
-        parts.wrap(folder, name, "clients' memory")
+
+def report(rounds: list[Counter[str]], given: argparse.Namespace) -> None:
+    names = dict.fromkeys(name for one in rounds for name in one)
+    taken = {name: statistics.median(one[name] for one in rounds) for name in names}
+    print(f"{given.method}, {given.model}, {given.clients} clients of {given.iterations} steps: milliseconds a round\n")
+    for name in sorted(taken.keys() - {OWN, OTHERS, WALL}, key=lambda name: -taken[name]):
+        print(f"{name:44}{1e3 * taken[name]:10.2f}{taken[name] / taken[STEPS]:9.1%} of steps")
+    print(f"{OWN:44}{1e3 * taken[OWN]:10.2f}{taken[OWN] / taken[STEPS]:9.3f} times its steps")
+    print("\n".join(f"{name:44}{1e3 * taken[name]:10.2f}" for name in (OTHERS, WALL)))
 
 
 def main() -> None:
@@ -157,87 +183,19 @@ def main() -> None:
     parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--follow", nargs=3, help="rank, rendezvous and run folder: what the first process gives")
     given = parser.parse_args()
-    if given.avx2 and not AVX2.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:]], os.environ | AVX2)
-    run(given)
-
-
-def run(given: argparse.Namespace) -> None:
-    # Only here: the libraries look at the environment when they are loaded.
-    from benchmarks.workers import following, leading
-    from upfl.engine.rounds import Engine
-    from upfl.engine.setup import assemble
-
+    if given.avx2:  # libraries look at the environment when they are loaded
+        again = [argument for argument in sys.argv[1:] if argument != "--avx2"]
+        sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.rounds", *again], env=os.environ | AVX2).returncode)
     config = configured(given)
     setup = assemble(config, federation(config))
     if given.follow:
-        folder, group = following(given.workers, *given.follow)
-        Engine.local(folder, group, setup).run()
+        Engine.local(*following(given.workers, *given.follow), setup).run()
         return
     with leading("benchmarks.rounds", given.workers, config) as (folder, group):
-        parts, engine = Parts(), Engine.local(folder, group, setup)
-        watched(parts, engine)
-        engine.run(Watching(parts))
-    report(parts.rounds[WARM:], given)
-
-
-def configured(given: argparse.Namespace) -> Config:
-    from upfl.config import configure
-
-    return configure(
-        given.method,
-        "mnist" if given.model == "mlp" else "cifar10",  # the shape's name; the data are random
-        model=given.model,
-        rounds=WARM + given.rounds + 1,  # the last one is evaluated, and not counted
-        clients_per_round=given.clients,
-        evaluate_every=10**9,
-        evaluate_clients=1,
-        training={"iterations": given.iterations},
-        partition={"kind": "iid", "clients": 2 * given.clients},
-    )
-
-
-def federation(config: Config) -> Federation:
-    import numpy as np
-    from upfl.data.federation import build_federation
-    from upfl.data.forms import Pixels
-    from upfl.data.partition import Partition
-    from upfl.data.source import Source
-
-    shape = (1, 28, 28) if config.dataset == "mnist" else (3, 32, 32)
-    rng, count = np.random.default_rng(0), config.partition.clients * SAMPLES
-    pixels = rng.integers(0, 256, (count, *shape), np.uint8)
-    form = Pixels(shape=shape, scale=255.0, mean=(0.5,) * shape[0], std=(0.25,) * shape[0])
-    source = Source("random", pixels, rng.integers(0, 10, count), tuple("0123456789"), count, None, form)
-    partition = Partition.model_validate(config.partition.model_dump())
-    return build_federation(source, partition, config.partition_seed, config.model.sizes)
-
-
-class Watching:
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-
-    def begin(self, run: Engine[Any]) -> None:
-        self.parts.begin()
-
-    def note(self, text: str) -> None: ...
-
-    def stage(self, what: str) -> None: ...
-
-    def round(self, metrics: dict[str, Any]) -> None:
-        self.parts.round_ends()
-
-
-def report(rounds: list[Counter[str]], given: argparse.Namespace) -> None:
-    rounds = rounds[:-1]
-    medians = {name: statistics.median(one[name] for one in rounds) for name in dict.fromkeys(n for r in rounds for n in r)}
-    wall, own = medians.pop(WALL), medians.pop(OWN)
-    others, steps = medians.pop(OTHERS), medians[STEPS]
-    print(f"{given.method}, {given.model}, {given.clients} clients of {given.iterations} steps: milliseconds a round\n")
-    for name, taken in sorted(medians.items(), key=lambda item: -item[1]):
-        print(f"{name:44}{1e3 * taken:10.2f}{taken / steps:9.1%} of steps")
-    print(f"{'the round':44}{1e3 * own:10.2f}{own / steps:9.3f} times its steps")
-    print(f"{OTHERS:44}{1e3 * others:10.2f}\n{'by the clock':44}{1e3 * wall:10.2f}")
+        engine = Engine.local(folder, group, setup)
+        parts = Parts(engine)
+        engine.run(parts)
+    report(parts.rounds[WARM:-1], given)
 
 
 if __name__ == "__main__":

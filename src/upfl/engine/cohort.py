@@ -115,7 +115,9 @@ class LocalCohort(Cohort):
         failures = torch.zeros(len(participants), dtype=torch.int64)
         total.reset(len(participants))
         together = self.setup.config.vectorize  # groups do not depend on the number of workers, nor do their bits
-        for start in self.group.share(range(0, len(participants), together)):
+        starts = range(0, len(participants), together)
+        work = self._work(participants, round)
+        for start in self.group.share(starts, [sum(work[start : start + together]) for start in starts]):
             self.group.check()
             members = participants[start : start + together]
             failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
@@ -123,6 +125,14 @@ class LocalCohort(Cohort):
         self.group.sum_(failures)
         total.merged()
         return {client: LEFT_OUT[int(code)] for client, code in zip(participants, failures, strict=True) if code}
+
+    def _work(self, clients: list[int], round: int) -> list[float]:
+        """About how much each client has to do: how many samples it takes a gradient of."""
+        phases = [(phase.iterations, phase.batch_size, phase.cost) for phase in self.setup.training.phases(round)]
+        return [
+            sum(cost * (iterations * min(count, size) if iterations else count) for iterations, size, cost in phases)
+            for count in self.setup.federation.training.train_counts[clients].tolist()
+        ]
 
     def _train_clients(self, ids: Sequence[int], round: int, total: FixedPointSum) -> list[int]:
         """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""

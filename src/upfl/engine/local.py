@@ -96,7 +96,7 @@ def train_alone(
 
 
 def ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, several made at once: a step of a small model leaves nothing in the cache of what makes them."""
+    """The same batches, several made at once: a step leaves little in the cache of what makes them."""
     for first in batches:
         yield from [first, *islice(batches, AHEAD // max(first.x.nbytes, 1))]
 
