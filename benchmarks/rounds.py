@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +46,7 @@ class Parts(Teller):
     """Time by part, each without the parts within it; told by the engine when a round is done."""
 
     def __init__(self, engine: Engine[Any]) -> None:
-        self.rounds: list[Counter[str]] = []
+        self.rounds: list[dict[str, float]] = []
         self._stack, self._first = [ELSE], True
         self._begin()
         training, cohort = engine.training, engine.cohort
@@ -79,7 +79,7 @@ class Parts(Teller):
         self._begin()
 
     def _begin(self) -> None:
-        self.now, self.first, self.later = Counter[str](), list[float](), list[float]()
+        self.now, self.first, self.later = defaultdict[str, float](float), list[float](), list[float]()
         self._began = time.thread_time(), time.process_time(), time.perf_counter()
         self._since = self._began[0]
 
@@ -162,7 +162,7 @@ def federation(config: Config) -> Federation:
     return build_federation(source, partition, config.partition_seed, config.model.sizes)
 
 
-def report(rounds: list[Counter[str]], given: argparse.Namespace) -> None:
+def report(rounds: list[dict[str, float]], given: argparse.Namespace) -> None:
     names = dict.fromkeys(name for one in rounds for name in one)
     taken = {name: statistics.median(one[name] for one in rounds) for name in names}
     print(f"{given.method}, {given.model}, {given.clients} clients of {given.iterations} steps: milliseconds a round\n")

@@ -90,7 +90,7 @@ class Pixels(_Form):
                 x = given.to(torch.float32, memory_format=torch.channels_last, copy=True)
                 return (rotate(x, angle) if angle else x).mul_(factor).add_(offset)
             x = torch.empty(given.shape, device=device, memory_format=torch.channels_last)
-            for ours, some in zip(x.split(64), given.split(64), strict=True):
+            for ours, some in zip(torch.split(x, 64), torch.split(given, 64), strict=True):
                 # Before its pixels are interleaved with others, a channel is one long multiplication.
                 ours.copy_(some.to(torch.float32, copy=True).mul_(factor).add_(offset))
             return x
