@@ -1,7 +1,8 @@
-"""This checkout against another one, sample by sample in turn: steps, clients' rounds, cold start.
+"""This checkout against another one, sample by sample in turn: steps, clients' rounds, whole rounds, cold start.
 
     git worktree add ../old ac082f2
     python -m benchmarks.against ../old --samples 14
+    python -m benchmarks.against ../old --whole mlp convnet --clients 8 --busy
 
 Both get the same core in turn, so that both see the same machine. Printed are medians of processor time (of wall time
 for a cold start), and their ratio. Samples that did not have their core for themselves are thrown away.
@@ -15,10 +16,16 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peers.ours import prepare
+from benchmarks.peers.process import Process
+from benchmarks.peers.work import Work
 
 ROOT = Path(__file__).parents[1]
 COLD = (["-m", "upfl", "--help"], ["-c", "import upfl"])
@@ -70,6 +77,34 @@ with one_thread(), torch.no_grad():
 """
 
 
+def whole_rounds(model: str, given: argparse.Namespace, trees: list[Path]) -> None:
+    """Rounds with all that belongs to them, checkpoint and metrics: processor time of the whole process."""
+    found: list[list[float]] = [[], []]
+    with tempfile.TemporaryDirectory() as made, ExitStack() as at_end:
+        folder = Path(made)
+        prepare(Work(model, given.method, clients=given.clients), folder)  # type: ignore[arg-type]
+        command, processes = [sys.executable, "-P", "-m", "benchmarks.peers.ours", made], list[Process]()
+        for i, tree in enumerate(trees):
+            process = Process(command, folder / f"log{i}", [str(tree / "src"), str(tree)])
+            processes.append(at_end.enter_context(process))
+            process.wait_until_ready()
+            process.round()  # kernels are made, and steps recorded
+
+        def ask(which: int) -> None:
+            before = processor_seconds(processes[which].process.pid)
+            processes[which].round()
+            found[which].append((processor_seconds(processes[which].process.pid) - before) / given.clients)
+
+        in_turn(given.samples, lambda: ask(0), lambda: ask(1))
+    show(f"a client's share of a round, {given.method} {model}", found[0], found[1], 1e3, "ms")
+
+
+def processor_seconds(process: int) -> float:
+    """Of all threads of a process that live, to the nanosecond."""
+    tasks = Path(f"/proc/{process}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
 def environment(tree: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}", "OMP_NUM_THREADS": "1"}
 
@@ -91,10 +126,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=14)
     parser.add_argument("--only", default="", help="those with this in their names, such as MLP or round")
     parser.add_argument("--busy", action="store_true", help="keep samples that did not have their core for themselves")
+    parser.add_argument("--whole", nargs="+", default=[], help="whole rounds of these models instead: mlp, convnet")
+    parser.add_argument("--method", default="fedavg", help="of whole rounds: fedavg or fedtta")
+    parser.add_argument("--clients", type=int, default=8, help="of whole rounds")
     given = parser.parse_args()
     if hasattr(os, "sched_setaffinity") and not given.busy:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # children inherit it
     trees = [ROOT, given.other.resolve()]
+    print(f"{'':48}{'other':>10}{'this':>10}   {'ratio':>8}")
+    for model in given.whole:
+        whole_rounds(model, given, trees)
+    if given.whole:
+        return
     children = [
         subprocess.Popen(
             [sys.executable, "-c", CHILD, given.only],
@@ -107,7 +150,6 @@ def main() -> None:
         for tree in trees
     ]
     names = [json.loads(_line(child)) for child in children]
-    print(f"{'':48}{'other':>10}{'this':>10}   {'ratio':>8}")
     for name in (name for name in names[0] if name in names[1]):
         found: list[list[float]] = [[], []]
 

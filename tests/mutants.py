@@ -78,7 +78,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "engine/local.py": [
         ("if loss.isfinite():", "if True:"),
-        ("seed(count)", "pass"),
+        ("seed(len(losses))", "pass"),
     ],
     "engine/rounds.py": [
         ("[client for client in participants if client not in left_out]", "participants"),

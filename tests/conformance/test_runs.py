@@ -83,10 +83,16 @@ def test_any_number_of_workers_gives_the_same_bits(
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_workers_shares_are_all_the_items_and_nothing_twice(size: int) -> None:
     items = list(range(10))
-    for cost in (None, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]):
+    for cost in (None, [0] * 10, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]):
         shares = [Group(rank, size).share(items, cost) for rank in range(size)]
         assert sorted(item for share in shares for item in share) == items
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        work = [sum(cost[item] if cost and any(cost) else 1 for item in share) for share in shares]
+        assert max(work) - min(work) <= (max(cost) if cost and any(cost) else 1)
+
+
+def test_a_costly_item_is_one_workers_only_one_while_the_others_share_the_rest() -> None:
+    shares = [Group(rank, 2).share("abcd", [1, 6, 2, 3]) for rank in range(2)]
+    assert shares == [["b"], ["d", "c", "a"]]
 
 
 @of_every_training

@@ -1,7 +1,8 @@
-"""The order of a client's batches."""
+"""A client's batches: their order, and how samples become tensors."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from upfl.contract import Batch, Phase
 from upfl.data import Clients, Partition, build_federation, load
+from upfl.data.forms import Pixels
 from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
+from upfl.engine.local import AHEAD, ahead
 from upfl.state import State
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,3 +75,21 @@ def test_batches_keep_samples_and_labels_together() -> None:
     assert len(label_of) == len(own)
     for batch in client.phase(Phase(_no_step, 4, 16)):
         assert [label_of[row] for row in _rows(batch.x)] == batch.y.tolist()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kept", [np.uint8, np.float32])
+def test_images_are_normalized_by_channel_to_the_same_bits_however_many_there_are(channels: int, kept: Any) -> None:
+    form = Pixels(shape=(channels, 5, 7), scale=255.0, mean=(0.2, 0.5, 0.7)[:channels], std=(0.3, 0.25, 0.9)[:channels])
+    pixels = np.random.default_rng(0).integers(0, 256, (150, *form.shape)).astype(kept)
+    before, x = pixels.copy(), form.reader()(pixels, 0.0)
+    factor, offset = form.affine(255.0)
+    assert torch.equal(x, torch.from_numpy(pixels).float() * factor + offset)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert np.array_equal(pixels, before), "what was given was changed"
+
+
+def test_batches_that_are_made_ahead_are_the_same_in_the_same_order() -> None:
+    wide = [Batch(torch.full((2, AHEAD // 16), float(i)), torch.tensor([i, i])) for i in range(9)]
+    assert [int(batch.y[0]) for batch in ahead(iter(wide))] == list(range(9))
+    assert list(ahead(iter(()))) == []

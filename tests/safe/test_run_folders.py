@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -290,9 +291,8 @@ def test_a_damaged_result_is_named_by_show(content: str, stopped: Path, tmp_path
 # What the system refuses
 
 
-def test_every_write_that_the_system_refuses_ends_in_a_message_and_can_be_resumed(
-    stopped: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("method", ["counting", "fedavg"])  # whose next round waits for a checkpoint, or does not
+def test_every_write_that_the_system_refuses_ends_in_a_message_and_can_be_resumed(tmp_path: Path, method: str) -> None:
     """A full disk at each operation in turn; afterwards there is room again."""
     said: list[str] = []
     count, stop = [0], [0]
@@ -303,10 +303,10 @@ def test_every_write_that_the_system_refuses_ends_in_a_message_and_can_be_resume
             raise OSError(28, "No space left on device")
 
     refuse.append(full)
-    config = small(checkpoint_every=1)
+    config = small(method, checkpoint_every=1)
     api.train(config, tmp_path / "reference", workers=1)
     operations = count[0]
-    assert operations > 40
+    assert operations > 30
     for number in range(1, operations + 1, 5):
         count[0], stop[0] = 0, number
         path = tmp_path / str(number)
@@ -316,9 +316,30 @@ def test_every_write_that_the_system_refuses_ends_in_a_message_and_can_be_resume
         stop[0] = 0
         if (path / "config.toml").exists():
             api.resume(path, workers=1)
-            assert_same(path, stopped.parent / "whole")
+            assert_same(path, tmp_path / "reference")
         shutil.rmtree(path)
     assert all("cannot be written: No space left on device. Resume after" in text for text in said)
+
+
+def test_the_next_round_begins_while_a_checkpoint_is_written_and_an_interrupt_waits_for_it(tmp_path: Path) -> None:
+    begun = Event()
+
+    class Second(Interrupting):
+        def stage(self, what: str) -> None:
+            if (tmp_path / "run" / "metrics.jsonl").exists():
+                begun.set()
+                raise KeyboardInterrupt
+
+    def hold(operation: str, path: str) -> None:
+        if operation == "rename" and path.endswith(f"/{CHECKPOINT}"):
+            assert begun.wait(60), "the next round waits for the checkpoint"
+
+    refuse.append(hold)
+    with pytest.raises(KeyboardInterrupt):
+        api.train(small("fedavg"), tmp_path / "run", workers=1, observer=Second(9))
+    found = RunFolder.open(tmp_path / "run").load(CPU)
+    assert found is not None
+    assert found.round == 1
 
 
 def test_a_disk_that_is_really_full_ends_in_exit_code_4(run: Path, stopped: Path, tmp_path: Path) -> None:

@@ -85,10 +85,15 @@ class Pixels(_Form):
         factor, offset = (value.to(device) for value in self.affine(scale or self.scale))
 
         def read(pixels: NDArray[Any], angle: float = 0.0) -> Tensor:
-            x = torch.from_numpy(pixels).to(device).to(torch.float32, memory_format=torch.channels_last, copy=True)
-            if angle:
-                x = rotate(x, angle)
-            return x.mul_(factor).add_(offset)
+            given = torch.from_numpy(pixels).to(device)
+            if angle or self.shape[0] == 1:
+                x = given.to(torch.float32, memory_format=torch.channels_last, copy=True)
+                return (rotate(x, angle) if angle else x).mul_(factor).add_(offset)
+            x = torch.empty(given.shape, device=device, memory_format=torch.channels_last)
+            for ours, some in zip(torch.split(x, 64), torch.split(given, 64), strict=True):
+                # Before its pixels are interleaved with others, a channel is one long multiplication.
+                ours.copy_(some.to(torch.float32, copy=True).mul_(factor).add_(offset))
+            return x
 
         return read
 

@@ -29,8 +29,8 @@ class Inputs:
 
     def x(self, indices: NDArray[np.int64], angle: float = 0.0) -> Tensor:
         """Samples as the model takes them; images are turned by `angle` in degrees, counter-clockwise."""
-        return self._read(self.samples[indices], angle)
+        return self._read(self.samples.take(indices, 0), angle)  # copies whole samples, as an index does not
 
     def y(self, indices: NDArray[np.int64]) -> Tensor:
         """Labels; -1 where a newcomer's sample has none."""
-        return torch.from_numpy(self.labels[indices]).to(self.device)
+        return torch.from_numpy(self.labels.take(indices)).to(self.device)

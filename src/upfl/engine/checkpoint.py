@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,12 @@ class Progress:
     best: dict[str, Best] = field(default_factory=dict)
     correct: State = field(default_factory=dict)  # `row.kind`: correct predictions of each client at the best round
     memory_rounds: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def copied(self) -> Progress:
+        """As it is now, whatever the run does next."""
+        server = {name: value.clone() for name, value in self.server.items()}
+        best = {row: replace(best) for row, best in self.best.items()}
+        return replace(self, server=server, best=best, correct=dict(self.correct))
 
 
 class _Strict(BaseModel):

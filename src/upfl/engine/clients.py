@@ -53,7 +53,7 @@ class LocalClient:
         indices = self._indices(phase.split)
         in_pass = -(-len(indices) // phase.batch_size)
         order, order_of = torch.empty(0, dtype=torch.int64), -1
-        noise = self.generator("noise")
+        noise = self.generator("noise") if phase.noise else None
         for t in range(phase.iterations):
             number, within = divmod(self.round * phase.iterations + t, in_pass)
             if number != order_of:
@@ -61,7 +61,7 @@ class LocalClient:
                 order_of = number
             start = within * phase.batch_size
             batch = self._batch(indices, order[start : start + phase.batch_size], phase.split)
-            yield replace(batch, noise=_drawn(phase.noise, batch, noise)) if phase.noise else batch
+            yield replace(batch, noise=_drawn(phase.noise, batch, noise)) if noise else batch
 
     def _batch(self, indices: NDArray[np.int64], places: Tensor, split: Split) -> Batch:
         """The samples at some places of a split, whose samples are at `indices` of the source."""

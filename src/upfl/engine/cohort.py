@@ -35,6 +35,7 @@ class Cohort(ABC):
     """Who takes part in a round, how clients train, how something is fitted on them, how they are scored."""
 
     withheld: frozenset[str] = frozenset()  # figures that these clients do not tell, by their names in the metrics
+    waits = True  # whether a round begins only when the checkpoint of the one before it is written
     summed = False  # whether training clients' scores are known as sums only, each in the place of one client
 
     def __init__(self, setup: Setup, group: Group) -> None:
@@ -91,6 +92,8 @@ class Cohort(ABC):
 class LocalCohort(Cohort):
     """Clients of a federation whose data is on this machine, dealt out among the workers of a group."""
 
+    waits = False
+
     def __init__(self, setup: Setup, folder: RunFolder, group: Group) -> None:
         super().__init__(setup, group)
         self.folder = folder
@@ -112,7 +115,9 @@ class LocalCohort(Cohort):
         failures = torch.zeros(len(participants), dtype=torch.int64)
         total.reset(len(participants))
         together = self.setup.config.vectorize  # groups do not depend on the number of workers, nor do their bits
-        for start in self.group.share(range(0, len(participants), together)):
+        starts = range(0, len(participants), together)
+        work = self._work(participants, round)
+        for start in self.group.share(starts, [sum(work[start : start + together]) for start in starts]):
             self.group.check()
             members = participants[start : start + together]
             failures[start : start + together] = torch.tensor(self._train_clients(members, round, total))
@@ -120,6 +125,14 @@ class LocalCohort(Cohort):
         self.group.sum_(failures)
         total.merged()
         return {client: LEFT_OUT[int(code)] for client, code in zip(participants, failures, strict=True) if code}
+
+    def _work(self, clients: list[int], round: int) -> list[float]:
+        """About how much each client has to do: how many samples it takes a gradient of."""
+        phases = [(phase.iterations, phase.batch_size, phase.cost) for phase in self.setup.training.phases(round)]
+        return [
+            sum(cost * (iterations * min(count, size) if iterations else count) for iterations, size, cost in phases)
+            for count in self.setup.federation.training.train_counts[clients].tolist()
+        ]
 
     def _train_clients(self, ids: Sequence[int], round: int, total: FixedPointSum) -> list[int]:
         """Train clients and add what they send to the sum; for each 0, or the reason why it was left out."""

@@ -23,6 +23,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ class RunFolder:
         states = {name: digest for name, digest in self._states.items() if name in names}
         if self.files.is_file(CHECKPOINT):
             self.files.keep(CHECKPOINT, PREVIOUS)
-        facts = metadata_of(progress, len(tensors), self._identity(), metrics, states)
+        facts = metadata_of(progress, len(tensors), self._identity, metrics, states)
         stored.save(self.files, CHECKPOINT, tensors, facts)
         self._remove_best(but=names | self._kept)
         self._kept = names
@@ -193,7 +194,7 @@ class RunFolder:
         with self._advising():
             tensors, _ = stored.load(self.files, CHECKPOINT, check, bounded=training is None)
             (commit,) = commits
-            if commit.run != self._identity():
+            if commit.run != self._identity:
                 raise RunError(f"{path}: belongs to a run with another data set, partition, model, training or seed")
             progress = progress_of(tensors, commit, device, path)
         self._states, self._kept = dict(commit.states), _best_names(progress)
@@ -226,6 +227,7 @@ class RunFolder:
             return None
         return commit_of(stored.read_header(self.files, CHECKPOINT), self.path / CHECKPOINT)
 
+    @cached_property
     def _identity(self) -> str:
         """What a checkpoint may not be mixed up in: everything that decides about states, not how far to go.
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from heapq import heapreplace
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,10 +48,18 @@ class Group:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def share(self, items: Sequence[T], cost: Sequence[int] | None = None) -> list[T]:
-        """This worker's part of the items: dealt out, the costly ones first."""
-        order = sorted(range(len(items)), key=lambda i: -cost[i]) if cost is not None else range(len(items))
-        return [items[i] for i in list(order)[self.rank :: self.size]]
+    def share(self, items: Sequence[T], cost: Sequence[float] | None = None) -> list[T]:
+        """This worker's part of the items: dealt out, the costly ones first, each to whoever has the least so far."""
+        if cost is None:
+            return list(items[self.rank :: self.size])
+        loads = [(0.0, 0, rank) for rank in range(self.size)]  # a heap: costs, and where these are equal, items
+        mine = []
+        for i in sorted(range(len(items)), key=lambda i: -cost[i]):
+            load, count, rank = loads[0]
+            heapreplace(loads, (load + cost[i], count + 1, rank))
+            if rank == self.rank:
+                mine.append(items[i])
+        return mine
 
     def sum_(self, values: Tensor) -> None:
         """Sum integers over all workers, in place."""

@@ -8,8 +8,9 @@ of the parameters leave the cache.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from upfl.randomness import default_generator
 from upfl.state import State, all_aligned
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
+AHEAD = 2**22  # bytes of samples that are made at once, for steps to come
 
 
 def train_client(
@@ -78,17 +80,25 @@ def train_alone(
     training: Training[Any], carry: State, client: LocalClient, round: int, steps: Steps = as_written
 ) -> tuple[State, Tensor]:
     """A client's carry after its phases, and its mean loss."""
-    losses, count = torch.zeros((), dtype=torch.float64), 0
+    losses: list[Tensor] = []
     draws = any(model.random for model in training.client_models.values())
     with default_generator(client.seed, "step", client.id, round) if draws else nullcontext() as seed:
         for phase in training.phases(round):
-            for batch in client.phase(phase):
+            for batch in ahead(client.phase(phase)):
                 if seed is not None:  # what a step draws depends neither on the worker nor on the steps before it
-                    seed(count)
+                    seed(len(losses))
                 carry, loss = steps(phase, carry, batch, round)
-                losses += loss.detach().cpu()
-                count += 1
-    return carry, losses / count
+                losses.append(loss.detach())
+    total = torch.zeros((), dtype=torch.float64)
+    for loss in losses:
+        total += loss.cpu()
+    return carry, total / len(losses)
+
+
+def ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, several made at once: a step leaves little in the cache of what makes them."""
+    for first in batches:
+        yield from [first, *islice(batches, AHEAD // max(first.x.nbytes, 1))]
 
 
 def train_together(

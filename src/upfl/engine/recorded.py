@@ -24,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -110,6 +111,7 @@ class _Graph:
 
     def __init__(self, step: Step, carry: State, batch: Batch) -> None:
         self._names, own = list(carry), _tensors(batch)
+        self._mode = torch.inference_mode()
         self._new: list[str] = []  # what the step makes anew; all else it changes in place or leaves
 
         def flat(round: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -135,9 +137,13 @@ class _Graph:
             raise ValueError(f"line {where.lineno} of {where.filename} branches on a value")
 
     def __call__(self, carry: State, own: State, round: int) -> tuple[State, Tensor]:
-        optimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
-        with torch.inference_mode(), optimized(False):
-            loss, *new = self._graph(_clock(round), *own.values(), *(carry[name] for name in self._names))
+        before = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
+        try:
+            with self._mode:
+                loss, *new = self._graph(_clock(round), *own.values(), *[carry[name] for name in self._names])
+        finally:
+            torch._C._set_graph_executor_optimize(before)
         carry.update(zip(self._new, new, strict=True))
         return carry, loss
 
@@ -147,6 +153,7 @@ def _tensors(batch: Batch) -> State:
     return {name: value for name, value in own.items() if value is not None} | batch.noise
 
 
+@lru_cache(4)
 def _clock(round: int) -> Tensor:
     """A round as a tensor: in double precision, as Python computes."""
     return torch.tensor(float(round), dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,7 +25,9 @@ from upfl.environment import environment
 from upfl.errors import RunError, StoppedError
 from upfl.methods import row_name
 from upfl.randomness import generator
-from upfl.state import all_aligned, to_device
+from upfl.state import all_aligned, byte_size, to_device
+
+LARGE = 2**26  # bytes of a server's state that is not copied for a checkpoint
 
 
 class Observer(Protocol):
@@ -50,6 +53,8 @@ class Engine(Generic[C]):
         self.progress = cohort.progress
         self._saved = 0  # the round that the checkpoint holds
         self._superseded: list[tuple[int, int]] = []
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None  # the checkpoint that is being written
 
     @classmethod
     def local(cls, folder: RunFolder, group: Group | None = None, setup: Setup | None = None) -> Engine[LocalCohort]:
@@ -90,20 +95,26 @@ class Engine(Generic[C]):
             if observer:
                 self.cohort.note = observer.note
                 observer.begin(self)
-            form, total = None, None
-            while self.progress.round < self.config.rounds:
-                if total is None or self.training.form(self.progress.round) != form:
-                    form, total = self.training.form(self.progress.round), self._empty_sum()
-                metrics = self._round(total, observer)
-                if self.group.leads:
-                    self._record(metrics)
-                else:
-                    self._superseded.clear()  # the leader removes the files
-                if observer:
-                    observer.round(metrics)
+            try:
+                self._rounds(observer)
+            finally:
+                self._written()
             if self.group.leads:
                 self.folder.save_result(self.result())
             self.group.barrier()
+
+    def _rounds(self, observer: Observer | None) -> None:
+        form, total = None, None
+        while self.progress.round < self.config.rounds:
+            if total is None or self.training.form(self.progress.round) != form:
+                form, total = self.training.form(self.progress.round), self._empty_sum()
+            metrics = self._round(total, observer)
+            if self.group.leads:
+                self._record(metrics)
+            else:
+                self._superseded.clear()  # the leader removes the files
+            if observer:
+                observer.round(metrics)
 
     def end_with(self, progress: Progress, facts: dict[str, Any], observer: Observer | None = None) -> None:
         """Take a state that was not trained here for that of the last round: score it, record it, end the run."""
@@ -115,6 +126,7 @@ class Engine(Generic[C]):
                 observer.begin(self)
             metrics = facts | self._evaluate(observer)
             self._record(metrics)
+            self._written()
             if observer:
                 observer.round(metrics)
             self.folder.save_result(self.result())
@@ -157,6 +169,7 @@ class Engine(Generic[C]):
             observer.stage("training")
         left_out = self.cohort.train(participants, round, total)
         if not total.count:
+            self._written()
             raise StoppedError(
                 f"round {round + 1}: every one of the {len(participants)} clients had to be left out "
                 f"(the first: {next(iter(left_out.values()))}); "
@@ -210,6 +223,7 @@ class Engine(Generic[C]):
             rows[row] = self._without_withheld(figures)
             improved |= self._keep_best(row, scores)
         if improved and self.group.leads:
+            self._written()
             self.folder.save_best(given.published)
         return {"rows": rows, **({"fits": facts} if facts else {}), "evaluate_s": time.perf_counter() - started}
 
@@ -230,14 +244,27 @@ class Engine(Generic[C]):
         return True
 
     def _record(self, metrics: dict[str, Any]) -> None:
+        self._written()
         progress = self.progress
         progress.metrics_bytes = self.folder.append_metrics(metrics)
         if progress.round % self.config.checkpoint_every == 0 or progress.round == self.config.rounds:
-            self.folder.save(progress)
-            self._saved = progress.round
-            self.folder.supersede_memory(self._superseded)
-            self._superseded.clear()
-            self.cohort.saved()
+            if self.cohort.waits or self.training.remembers or byte_size(progress.server) > LARGE:
+                self._save(progress)
+            else:  # the next round touches no file that counts before it asks whether this one is written
+                self._writing = self._writer.submit(self._save, progress.copied())
+
+    def _save(self, progress: Progress) -> None:
+        self.folder.save(progress)
+        self._saved = progress.round
+        self.folder.supersede_memory(self._superseded)
+        self._superseded.clear()
+        self.cohort.saved()
+
+    def _written(self) -> None:
+        """Wait for the checkpoint that is being written: where it cannot be, the run ends here."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
 
     def result(self) -> dict[str, Any]:
         """The scores, as `result.json` has them."""
