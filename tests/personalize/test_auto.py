@@ -63,7 +63,7 @@ def test_auto_is_not_fooled_by_feature_shift() -> None:
 
 def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_error() -> None:
     def choose(expected: Sequence[float], covariance: Sequence[Sequence[float]]) -> int:
-        return auto.choose(torch.tensor(expected), torch.tensor(covariance))
+        return auto.choose(torch.tensor(expected), torch.tensor(covariance), range(len(expected)))
 
     apart = [[0.0, 0.0, 0.0], [0.0, 0.01, 0.0], [0.0, 0.0, 0.01]]  # errors of 0.1, 0.1 and, between the last two, 0.14
     assert choose([0.5, 0.55, 0.7], apart) == 2
@@ -73,15 +73,7 @@ def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_e
     together = [[0.0, 0.0, 0.0], [0.0, 0.01, 0.01], [0.0, 0.01, 0.01]]  # what one is off by, the other is, too
     assert choose([0.5, 0.65, 0.66], together) == 2
     assert choose([0.5, 0.4, 0.5], [[0.0] * 3] * 3) == 0
-
-
-def test_auto_begins_with_the_calibrated_model() -> None:
-    """Between two candidates nothing decides: the newcomer gets the one that the federation's labels speak for."""
-    personalizer = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5).personalizer("auto")
-    assert isinstance(personalizer, auto.Auto)
-    assert personalizer.candidates[:2] == ["calibrated", "none"]
-    same = torch.full((3,), 0.5)
-    assert auto.choose(same, 1e-4 * torch.eye(3)) == 0
+    assert auto.choose(torch.full((3,), 0.5), 1e-4 * torch.eye(3), [2, 0, 1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,8 +89,10 @@ def test_autos_candidates_stand_on_published_refitted_and_adapted_models(method:
     training = assemble(configure(method, "digits")).training
     personalizer = auto.Auto(training, auto.AutoHyper())
     assert personalizer.candidates == ["calibrated", "none", "label-shift", *further]
-    measures = [personalizer.candidates[place] for place in personalizer.measures]
-    assert measures == ["label-shift", *(name for name in further if name == "refit+label-shift")]
+    orders = [[personalizer.candidates[place] for place in personalizer.order(i)] for i in range(len(personalizer.models))]
+    assert orders[0] == personalizer.candidates
+    for order in orders[1:]:
+        assert order == [*further[:2], "calibrated", "none", "label-shift", *further[2:]]
 
 
 def uneven_sizes() -> World:
@@ -118,17 +112,17 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     assert isinstance(personalizer, auto.Auto)
     fitted = here.fit("none", personalizer)
     known = select(fitted.published.fitted, "choice.auto")
-    measures, losses = personalizer.measures, np.zeros(2)
+    losses = np.zeros(2)
     errors, excess, chances = [], [], []
     for i, (x, y) in enumerate(zip(here.logits, here.labels, strict=True)):
         found = [
             here.personalizer(name).personalize(fitted.without(i), Unlabelled(i, x)).logits
             for name in personalizer.candidates
         ]
-        for k, place in enumerate(measures):
+        for k, (place, *_) in enumerate(personalizer.of_models):
             p = found[place].double().softmax(1)[torch.arange(len(y)), y]
             losses[k] -= float((0.99 * p + 0.01 / 4).log().sum())
-        r = found[measures[int(known["measure"])]].double().softmax(1)
+        r = found[personalizer.of_models[int(known["measure"])][-1]].double().softmax(1)
         right = torch.stack([r[torch.arange(len(y)), z.argmax(1)] for z in found])
         truth = torch.stack([(z.argmax(1) == y).double().mean() for z in found])
         errors.append((truth - right.mean(1)).numpy())
