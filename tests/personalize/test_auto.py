@@ -12,7 +12,7 @@ import torch
 from tests.helpers.shifts import accuracy, feature_shift, uneven
 from tests.synthetic import World, even, pairs, world
 from upfl.config import configure
-from upfl.contract import Unlabelled
+from upfl.contract import Personalized, Published, Unlabelled
 from upfl.engine.setup import assemble
 from upfl.personalize import auto
 from upfl.personalize.estimate import accuracy_of
@@ -93,6 +93,26 @@ def test_autos_candidates_stand_on_published_refitted_and_adapted_models(method:
     assert orders[0] == personalizer.candidates
     for order in orders[1:]:
         assert order == [*further[:2], "calibrated", "none", "label-shift", *further[2:]]
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_the_better_model_is_the_one_that_is_so_without_label_shift(
+    better: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Label-shift on the other one gets more labels right: that may be for want of labels, and does not decide."""
+    certain = {0: (1.0, 0.3, 0.3, 1.0), 1: (0.3, 1.0, 1.0, 0.3)}[better]  # calibrated, label-shift of each model
+    here = world([even(4)] * 10, [even(4)] * 2, samples=30, apart=2.0)
+    made = auto.Auto.corrected
+
+    def altered(self: auto.Auto, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
+        results = made(self, uncorrected, published)
+        for place, factor in zip((0, 2, 3, 4), certain, strict=True):
+            results[place] = replace(results[place], logits=factor * results[auto.NONE].before, posterior=None)
+        return results
+
+    monkeypatch.setattr(auto.Auto, "corrected", altered)
+    fitted = here.fit("auto").published.fitted
+    assert int(fitted["choice.auto.measure"]) == better
 
 
 def uneven_sizes() -> World:
