@@ -1,9 +1,9 @@
 """New clients' accuracy against processor seconds: `python -m benchmarks.processor_seconds RUN METHOD DATASET ...`.
 
 Trains into the run folder with one worker, in this process, whose processor time counts from its start: imports, data
-loading, training, and the evaluation that a figure is of with its fits, not those before it. So other work on the machine counts
-as little as it can, and the seconds of two commands compare. Each evaluated round is a row, the first that reaches the
-target is marked.
+loading, training, and the evaluation that a figure is of with its fits, not those before it. So other work on the
+machine counts as little as it can, and the seconds of two commands compare. Each evaluated round is a row, the first
+that reaches the target is marked.
 """
 
 from __future__ import annotations

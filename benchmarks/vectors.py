@@ -1,10 +1,11 @@
 """Which row to take for vectors, measured: `python -m benchmarks.vectors --runs FOLDER`.
 
-Tables of numbers that need no download: scikit-learn's digits as 64 values, breast cancer as 30, and, where the data
-folder has them, 6,000 images of MNIST and Fashion-MNIST as 196 (means of 2 x 2 pixels). 40 clients with two classes each
-(one for breast cancer, which has two), or dealt out at random; half of them are new. Closed form against FedAvg with
-a small network and with a linear model, refitted, each with label shift. Everything else is upfl's default for own data.
-Validation: training clients', cross-fitted. Processor seconds are of training and scoring in this process.
+Tables of numbers: scikit-learn's digits as 64 values, breast cancer as 30, and, where the data folder has them, 6,000
+images of MNIST and Fashion-MNIST as 196 (means of 2 x 2 pixels). 40 clients with two classes each (one for breast
+cancer, which has two), or dealt out at random; half of them are new. Closed form against FedAvg with a small network
+and with a linear model, refitted, each with label shift. Everything else is upfl's default for own data. Validation:
+training clients', cross-fitted. Processor seconds are of training and scoring in this process; runs that are there
+already have none.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def measured(source: Source, kind: tuple[str, ...], partition: int, row: str, pa
     given = ("partition.clients=40", f"partition_seed={partition}", *kind)
     options = {"model": model, "rounds": rounds, "evaluate_every": rounds}
     config = upfl.configure(method, source, settings=given, score=[plain, shifted], **options)
-    started = time.process_time()
-    run = upfl.resume(path) if path.exists() else upfl.train(config, path, source=source, workers=1)
-    seconds = time.process_time() - started
+    there, started = path.exists(), time.process_time()
+    run = upfl.resume(path, workers=1) if there else upfl.train(config, path, source=source, workers=1)
+    seconds = np.nan if there else time.process_time() - started
     scored = {entry["row"]: entry for entry in run.result["rows"]}
     rows = [scored[row_name(method, name)] for name in (plain, shifted)]
     return *(one[what] for what in ("test", "validation") for one in rows), seconds
@@ -78,7 +79,8 @@ def main() -> None:
                 paths = [(p, given.runs / f"{name}-p{p}") for p in given.partitions]
                 found = np.array([measured(source, kind, partition, row, path) for partition, path in paths])
                 means, each = found.mean(0), " ".join(f"{one:.1f}" for one in found[:, 1])
-                cells = f"{means[0]:.1f} | {means[1]:.1f} ({each}) | {means[2]:.1f} | {means[3]:.1f} | {means[4]:.0f}"
+                figures = f"{means[0]:.1f} | {means[1]:.1f} ({each}) | {means[2]:.1f} | {means[3]:.1f}"
+                cells = f"{figures} | {np.nanmean(found[:, 4]):.1f}"
                 print(f"| {source.name.removeprefix('vectors-')} | {words} | {row} | {cells} |", flush=True)
 
 

@@ -3,8 +3,10 @@
 Candidates stand on the published model, on the same with its last layer refitted over all training clients (refit.py),
 and, where the training has a guide, on adapted models. A model that is closed form already has no refitted one.
 
-First the federation decides between the published and the refitted model: the better one is that which, calibrated,
-gives training clients' labels the higher likelihood (a hundredth of them taken for chance, as by the gate).
+First the federation decides which of the published and the refitted model is the better one: the refitted, whose last
+layer does not depend on who held what, unless the other, both calibrated, gives training clients' labels a likelihood
+that is higher by one standard error (of the paired difference, over clients; a hundredth of the labels is taken for
+chance, as by the gate).
 
 Every candidate k makes its predictions d_k of the newcomer's samples. One posterior r says how many of them are right
 (estimate.py), that of label-shift on the better model.
@@ -36,7 +38,8 @@ accuracy_k with P, its scatter over training clients, and the newcomer's own cha
 Settled: the models are compared by their calibrated posteriors, not by those of label-shift. By its own measure a
 candidate looks best, so whichever model measures is mostly the one that is chosen. Where a client holds few classes,
 label-shift on either model gets nearly every one of a hundred labels right, and the difference of their likelihoods is
-smaller than its error; calibrated alone, the models make mistakes enough to be told apart.
+smaller than its error; calibrated alone, the models make mistakes enough to be told apart. And where that does not tell
+either, labels of those who trained speak for the model that was trained on their mixes of classes.
 
 Label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
 that adapted itself to its samples does not look at a class as it does on other clients, and label-shift rests on that;
@@ -47,7 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -214,10 +217,18 @@ def choose(expected: Tensor, covariance: Tensor, order: Sequence[int]) -> int:
     return chosen
 
 
+def refitted_is_better(total: Total) -> Tensor:
+    """Unless the published model's loss is less by one standard error; for each fit."""
+    clients, gain = total["clients"].double(), total["gain"]
+    variance = (total["gains"] - gain.square() / clients.clamp(min=1)) * clients / (clients - 1).clamp(min=1)
+    return gain >= -variance.clamp(min=0).sqrt()
+
+
 class Choice(Fit):
     """How far the candidates' estimates are off, on training clients that play the newcomer."""
 
     key = "choice"
+    scales: ClassVar = {"gain": 30, "gains": 20}
     personalizer: Auto
 
     def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
@@ -246,7 +257,8 @@ class Choice(Fit):
                 value, chance[fit, i] = measured(results, by)
                 error[fit, i] = truth - value
                 loss[fit, i] = slipping_loss(posterior_of(results[calibrated]), y)
-        return {"error": error, "chance": chance, "loss": loss, "samples": torch.tensor(len(y))}
+        gain = loss[:, 0] - loss[:, -1]
+        return {"error": error, "chance": chance, "gain": gain, "samples": torch.tensor(len(y))}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         error, chance = carry["error"], carry["chance"]
@@ -255,7 +267,8 @@ class Choice(Fit):
         square = weight.square()
         return {
             "clients": taking,
-            "loss": carry["loss"] / 1024,
+            "gain": carry["gain"],
+            "gains": carry["gain"].square(),
             "weight": weight,
             "error": weight * error,
             "excess": weight * (error.square() - chance.diagonal(dim1=2, dim2=3)),
@@ -267,9 +280,9 @@ class Choice(Fit):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """m and V, with n^2 (error - m)(error - m)^T summed by its terms; then what stands above."""
-        best = total["loss"].argmin(1)
+        better = torch.where(refitted_is_better(total), self.shape[1] - 1, 0)
         by = {
-            name: total[name][torch.arange(FITS), best]
+            name: total[name][torch.arange(FITS), better]
             for name in ("error", "excess", "square_error", "square_product", "chance")
         }
         weight, square = total["weight"].view(-1, 1).clamp(min=1e-9), total["square"]
@@ -282,7 +295,7 @@ class Choice(Fit):
         prior = SPREAD**2 * torch.eye(self.candidates, dtype=m.dtype)
         gain = torch.linalg.solve(prior + v, prior.expand_as(v)).mT  # T (T + V)^-1
         return {
-            "measure": best,
+            "measure": better,
             "offset": (gain @ m.unsqueeze(2)).squeeze(2),
             "covariance": prior - gain @ prior,
             "scatter": (by["excess"] / weight - m.square()).clamp(min=0),
