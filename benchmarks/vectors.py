@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_breast_cancer, load_digits
@@ -53,7 +54,7 @@ def measured(source: Source, kind: tuple[str, ...], partition: int, row: str, pa
     method, model, rounds, shifted = ROWS[row]
     plain = "none" if method == "closed-form" else "refit"
     given = ("partition.clients=40", f"partition_seed={partition}", *kind)
-    options = {"model": model, "rounds": rounds, "evaluate_every": rounds}
+    options: dict[str, Any] = {"model": model, "rounds": rounds, "evaluate_every": rounds}
     config = upfl.configure(method, source, settings=given, score=[plain, shifted], **options)
     there, started = path.exists(), time.process_time()
     run = upfl.resume(path, workers=1) if there else upfl.train(config, path, source=source, workers=1)
