@@ -121,10 +121,10 @@ def test_the_published_model_is_better_only_by_a_standard_error() -> None:
     """Gains of four clients from the refitted model: -1 +- 1, -2 +- 1, 1 +- 1; and of none."""
     gains = torch.tensor([[-2.0, 0, -2, 0], [-3, -1, -3, -1], [0, 2, 0, 2], [0, 0, 0, 0]]).double()
     clients = torch.tensor([4, 4, 4, 0])
-    found = auto.refitted_is_better({"clients": clients, "gain": gains.sum(1), "gains": gains.square().sum(1)})
+    found = auto.refitted_is_better(gains.sum(1), gains.square().sum(1), clients)
     assert found.tolist() == [False, False, True, True]  # the standard error of a sum of these is 2.3
     wider = 3 * (gains - gains.mean(1, keepdim=True)) + gains.mean(1, keepdim=True)
-    found = auto.refitted_is_better({"clients": clients, "gain": wider.sum(1), "gains": wider.square().sum(1)})
+    found = auto.refitted_is_better(wider.sum(1), wider.square().sum(1), clients)
     assert found.tolist() == [True, False, True, True]  # and of these 6.9
 
 

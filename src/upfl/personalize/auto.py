@@ -217,10 +217,9 @@ def choose(expected: Tensor, covariance: Tensor, order: Sequence[int]) -> int:
     return chosen
 
 
-def refitted_is_better(total: Total) -> Tensor:
-    """Unless the published model's loss is less by one standard error; for each fit."""
-    clients, gain = total["clients"].double(), total["gain"]
-    variance = (total["gains"] - gain.square() / clients.clamp(min=1)) * clients / (clients - 1).clamp(min=1)
+def refitted_is_better(gain: Tensor, squares: Tensor, clients: Tensor) -> Tensor:
+    """Unless the published model's loss is less by one standard error; from sums over clients, for each fit."""
+    variance = (squares - gain.square() / clients.clamp(min=1)) * clients / (clients - 1).clamp(min=1)
     return gain >= -variance.clamp(min=0).sqrt()
 
 
@@ -228,7 +227,7 @@ class Choice(Fit):
     """How far the candidates' estimates are off, on training clients that play the newcomer."""
 
     key = "choice"
-    scales: ClassVar = {"gain": 30, "gains": 20}
+    scales: ClassVar = {"gain": 30, "squares": 20}
     personalizer: Auto
 
     def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
@@ -268,7 +267,7 @@ class Choice(Fit):
         return {
             "clients": taking,
             "gain": carry["gain"],
-            "gains": carry["gain"].square(),
+            "squares": carry["gain"].square(),
             "weight": weight,
             "error": weight * error,
             "excess": weight * (error.square() - chance.diagonal(dim1=2, dim2=3)),
@@ -280,7 +279,9 @@ class Choice(Fit):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """m and V, with n^2 (error - m)(error - m)^T summed by its terms; then what stands above."""
-        better = torch.where(refitted_is_better(total), self.shape[1] - 1, 0)
+        better = torch.where(
+            refitted_is_better(total["gain"], total["squares"], total["clients"].double()), self.shape[1] - 1, 0
+        )
         by = {
             name: total[name][torch.arange(FITS), better]
             for name in ("error", "excess", "square_error", "square_product", "chance")
