@@ -78,6 +78,16 @@ def test_forgetting_and_joining_again_changes_no_bit(run: Path, tmp_path: Path) 
     assert ours == theirs
 
 
+def test_forgetting_one_that_joined_late_changes_no_bit(tmp_path: Path) -> None:
+    begun_without = ran(config_of("partition.without=[2]"), tmp_path / "without")
+    members.join(begun_without, 2, tmp_path / "with")
+    members.forget(tmp_path / "with", 2, tmp_path / "without again")
+    assert_same(server(tmp_path / "without again"), server(begun_without))
+    assert not torch.equal(server(tmp_path / "with")["psi.last.weight"], server(begun_without)["psi.last.weight"])
+    ours, theirs = (RunFolder.open(path).result()["rows"] for path in (tmp_path / "without again", begun_without))
+    assert ours == theirs
+
+
 def test_what_is_fitted_anew_knows_nothing_of_the_client_that_left(run: Path, tmp_path: Path) -> None:
     """Neither its train split nor its validation labels: it has none any more."""
     members.forget(run, 2, tmp_path / "out")

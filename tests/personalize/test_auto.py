@@ -12,7 +12,7 @@ import torch
 from tests.helpers.shifts import accuracy, feature_shift, uneven
 from tests.synthetic import World, even, pairs, world
 from upfl.config import configure
-from upfl.contract import Unlabelled
+from upfl.contract import Personalized, Published, Unlabelled
 from upfl.engine.setup import assemble
 from upfl.personalize import auto
 from upfl.personalize.estimate import accuracy_of
@@ -63,7 +63,7 @@ def test_auto_is_not_fooled_by_feature_shift() -> None:
 
 def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_error() -> None:
     def choose(expected: Sequence[float], covariance: Sequence[Sequence[float]]) -> int:
-        return auto.choose(torch.tensor(expected), torch.tensor(covariance))
+        return auto.choose(torch.tensor(expected), torch.tensor(covariance), range(len(expected)))
 
     apart = [[0.0, 0.0, 0.0], [0.0, 0.01, 0.0], [0.0, 0.0, 0.01]]  # errors of 0.1, 0.1 and, between the last two, 0.14
     assert choose([0.5, 0.55, 0.7], apart) == 2
@@ -73,15 +73,7 @@ def test_auto_leaves_a_candidate_only_for_one_that_promises_more_by_a_standard_e
     together = [[0.0, 0.0, 0.0], [0.0, 0.01, 0.01], [0.0, 0.01, 0.01]]  # what one is off by, the other is, too
     assert choose([0.5, 0.65, 0.66], together) == 2
     assert choose([0.5, 0.4, 0.5], [[0.0] * 3] * 3) == 0
-
-
-def test_auto_begins_with_the_calibrated_model() -> None:
-    """Between two candidates nothing decides: the newcomer gets the one that the federation's labels speak for."""
-    personalizer = world([even(5)] * 12, [even(5)] * 10, samples=40, apart=1.5).personalizer("auto")
-    assert isinstance(personalizer, auto.Auto)
-    assert personalizer.candidates[:2] == ["calibrated", "none"]
-    same = torch.full((3,), 0.5)
-    assert auto.choose(same, 1e-4 * torch.eye(3)) == 0
+    assert auto.choose(torch.full((3,), 0.5), 1e-4 * torch.eye(3), [2, 0, 1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,8 +89,43 @@ def test_autos_candidates_stand_on_published_refitted_and_adapted_models(method:
     training = assemble(configure(method, "digits")).training
     personalizer = auto.Auto(training, auto.AutoHyper())
     assert personalizer.candidates == ["calibrated", "none", "label-shift", *further]
-    measures = [personalizer.candidates[place] for place in personalizer.measures]
-    assert measures == ["label-shift", *(name for name in further if name == "refit+label-shift")]
+    orders = [
+        [personalizer.candidates[place] for place in personalizer.order(i)] for i in range(len(personalizer.models))
+    ]
+    assert orders[0] == personalizer.candidates
+    for order in orders[1:]:
+        assert order == [*further[:2], "calibrated", "none", "label-shift", *further[2:]]
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_the_better_model_is_the_one_that_is_so_without_label_shift(
+    better: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Label-shift on the other one gets more labels right: that may be for want of labels, and does not decide."""
+    certain = {0: (1.0, 0.3, 0.3, 1.0), 1: (0.3, 1.0, 1.0, 0.3)}[better]  # calibrated, label-shift of each model
+    here = world([even(4)] * 10, [even(4)] * 2, samples=30, apart=2.0)
+    made = auto.Auto.corrected
+
+    def altered(self: auto.Auto, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
+        results = made(self, uncorrected, published)
+        for place, factor in zip((0, 2, 3, 4), certain, strict=True):
+            results[place] = replace(results[place], logits=factor * results[auto.NONE].before, posterior=None)
+        return results
+
+    monkeypatch.setattr(auto.Auto, "corrected", altered)
+    fitted = here.fit("auto").published.fitted
+    assert int(fitted["choice.auto.measure"]) == better
+
+
+def test_the_published_model_is_better_only_by_a_standard_error() -> None:
+    """Gains of four clients from the refitted model: -1 +- 1, -2 +- 1, 1 +- 1; and of none."""
+    gains = torch.tensor([[-2.0, 0, -2, 0], [-3, -1, -3, -1], [0, 2, 0, 2], [0, 0, 0, 0]]).double()
+    clients = torch.tensor([4, 4, 4, 0])
+    found = auto.refitted_is_better(gains.sum(1), gains.square().sum(1), clients)
+    assert found.tolist() == [False, False, True, True]  # the standard error of a sum of these is 2.3
+    wider = 3 * (gains - gains.mean(1, keepdim=True)) + gains.mean(1, keepdim=True)
+    found = auto.refitted_is_better(wider.sum(1), wider.square().sum(1), clients)
+    assert found.tolist() == [True, False, True, True]  # and of these 6.9
 
 
 def uneven_sizes() -> World:
@@ -118,17 +145,18 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     assert isinstance(personalizer, auto.Auto)
     fitted = here.fit("none", personalizer)
     known = select(fitted.published.fitted, "choice.auto")
-    measures, losses = personalizer.measures, np.zeros(2)
+    gains = []
     errors, excess, chances = [], [], []
     for i, (x, y) in enumerate(zip(here.logits, here.labels, strict=True)):
         found = [
             here.personalizer(name).personalize(fitted.without(i), Unlabelled(i, x)).logits
             for name in personalizer.candidates
         ]
-        for k, place in enumerate(measures):
-            p = found[place].double().softmax(1)[torch.arange(len(y)), y]
-            losses[k] -= float((0.99 * p + 0.01 / 4).log().sum())
-        r = found[measures[int(known["measure"])]].double().softmax(1)
+        published, refitted = (
+            found[place].double().softmax(1)[torch.arange(len(y)), y] for place, *_ in personalizer.of_models
+        )
+        gains.append(float(((0.99 * refitted + 0.01 / 4) / (0.99 * published + 0.01 / 4)).log().sum()))
+        r = found[personalizer.of_models[int(known["measure"])][-1]].double().softmax(1)
         right = torch.stack([r[torch.arange(len(y)), z.argmax(1)] for z in found])
         truth = torch.stack([(z.argmax(1) == y).double().mean() for z in found])
         errors.append((truth - right.mean(1)).numpy())
@@ -148,7 +176,7 @@ def test_autos_offsets_are_the_posterior_mean_given_training_clients_errors() ->
     v = (10 * centred.T @ centred + 5 * chance) / (9 + 5)
     precision = np.linalg.inv(v)
     covariance = np.linalg.inv(precision + np.eye(5) / auto.SPREAD**2)
-    assert int(known["measure"]) == losses.argmin()
+    assert int(known["measure"]) == (sum(gains) >= -np.std(gains, ddof=1) * len(gains) ** 0.5)
     np.testing.assert_allclose(known["covariance"], covariance, atol=1e-8)
     np.testing.assert_allclose(known["offset"], covariance @ precision @ mean, atol=1e-5)
     np.testing.assert_allclose(known["scatter"], (weight @ np.array(excess) - mean**2).clip(0), atol=1e-6)

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 ADVICE = (
     "Where to begin: [bold]closed-form-label-shift[/bold], for small images. It has no learning rate and no "
     "number of rounds to choose, and its result does not depend on who holds what. Measured "
-    "(the site's page Closed form): CIFAR-10, two classes a client, 94.6 and 93.1 on new clients (two partitions), "
-    "where refit-label-shift has 86.0 and 82.6, the paper's best 83.3; Fashion-MNIST 97.7, the paper 96.5. Not "
-    "measured: large images, many classes. Set mirror=true where a class's mirror images are of that class. "
+    "(the site's page Closed form): CIFAR-10, two classes a client, 93.6 on new clients (three partitions), "
+    "where refit-label-shift has 86.0 and 82.6 (two), the paper's best 83.3; Fashion-MNIST 97.7, the paper 96.5. Not "
+    "measured: large images, hundreds of classes. Set mirror=true where a class's mirror images are of that class. "
     "Label-shift helps newcomers that hold few classes; where training clients do not justify it, it stays out. "
     "[bold]refit-label-shift[/bold], on a network of FedAvg, is what to compare it with, and what to take for "
-    "other data than images: validation accuracy says which one suits your clients."
+    "tokens, which closed form does not read. For vectors (tables, embeddings) try both: on four tables they were "
+    "within 0.8 points where clients hold few classes, and closed form took a fourth of the seconds; where all hold "
+    "the same mix it was 0.4 points ahead to 2.1 behind, and 5.7 behind on a table of 569 rows. Validation accuracy "
+    "says which one suits your clients."
 )
 
 

@@ -3,9 +3,13 @@
 Candidates stand on the published model, on the same with its last layer refitted over all training clients (refit.py),
 and, where the training has a guide, on adapted models. A model that is closed form already has no refitted one.
 
+First the federation decides which of the published and the refitted model is the better one: the refitted, whose last
+layer does not depend on who held what, unless the other, both calibrated, gives training clients' labels a likelihood
+that is higher by one standard error (of the paired difference, over clients; a hundredth of the labels is taken for
+chance, as by the gate).
+
 Every candidate k makes its predictions d_k of the newcomer's samples. One posterior r says how many of them are right
-(estimate.py): that of label-shift on the published or on the refitted model, whichever gives training clients' labels
-the higher likelihood (a hundredth of them taken for chance, as by the gate).
+(estimate.py), that of label-shift on the better model.
 
     e_k = mean_i r_i,d_k(i)
 
@@ -23,23 +27,30 @@ as far as they know better:
 
     offset = T (T + V)^-1 m,   P = T - T (T + V)^-1 T,   accuracy_k = e_k + offset_k
 
-With many labels the offset is m; with few the newcomer's own evidence decides. The newcomer begins with the calibrated
-model, for which all training clients' labels speak, goes through none, label-shift, both on the refitted model and the
-adaptations, and leaves the one it has for the next only if that promises more by one standard error of the difference
-of their offsets, from P.
+With many labels the offset is m; with few the newcomer's own evidence decides. The newcomer begins with the better
+model, calibrated, for which all training clients' labels speak, goes through label-shift on it, the candidates on the
+other model and the adaptations, and leaves the one it has for the next only if that promises more by one standard error
+of the difference of their offsets, from P. (None comes after the calibrated published model.)
 Labels of new clients play no part in any of this. The accuracy that is told is the chosen correction's own
 (estimate.py). None and adaptations tell nothing themselves: there the accuracy before is the measure's, after it is
 accuracy_k with P, its scatter over training clients, and the newcomer's own chance.
 
-Settled: label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
+Settled: the models are compared by their calibrated posteriors, not by those of label-shift. By its own measure a
+candidate looks best, so whichever model measures is mostly the one that is chosen. Where a client holds few classes,
+label-shift on either model gets nearly every one of a hundred labels right, and the difference of their likelihoods is
+smaller than its error; calibrated alone, the models make mistakes enough to be told apart. And where that does not tell
+either, labels of those who trained speak for the model that was trained on their mixes of classes.
+
+Label-shift on adapted models (`one-step+label-shift`) is no candidate, and its posterior no measure. A model
 that adapted itself to its samples does not look at a class as it does on other clients, and label-shift rests on that;
 there it promises most and keeps least.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -104,14 +115,20 @@ class Auto(Personalizer[AutoHyper]):
 
     @property
     def candidates(self) -> list[str]:
-        """In the order in which they are considered."""
+        """Those on the published model, on the refitted one, and the adaptations."""
         calibrated, *others = (one.name for one in self.corrections)
         return [calibrated, self.models[0].name, *others, *(one.name for one in self.adapted)]
 
     @property
-    def measures(self) -> list[int]:
-        """The places of those candidates whose posteriors the others may be measured by: label-shift of each model."""
-        return list(range(LABEL_SHIFT, 1 + len(self.corrections), 2))
+    def of_models(self) -> list[list[int]]:
+        """The places of the candidates on each model: the calibrated one first, label-shift last."""
+        return [[0, NONE, LABEL_SHIFT], [LABEL_SHIFT + 1, LABEL_SHIFT + 2]][: len(self.models)]
+
+    def order(self, better: int) -> list[int]:
+        """The places of the candidates as the newcomer goes through them, the better model's first."""
+        on_models = [self.of_models[better], *(self.of_models[:better] + self.of_models[better + 1 :])]
+        adapted = range(1 + len(self.corrections), len(self.candidates))
+        return [*(place for places in on_models for place in places), *adapted]
 
     @classmethod
     def why_not(cls, training: Training[Any]) -> str | None:
@@ -123,10 +140,11 @@ class Auto(Personalizer[AutoHyper]):
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         known = fitted(published, f"{Choice.key}.{self.name}")
         results = self.corrected(self.uncorrected(published, client), published)
-        by = self.measures[int(known["measure"])]
+        better = int(known["measure"])
+        by = self.of_models[better][-1]
         value, chance = measured(results, by)
         expected = value + known["offset"]
-        chosen = choose(expected, known["covariance"])
+        chosen = choose(expected, known["covariance"], self.order(better))
         clients = enough_clients(fitted(published, f"{Reliability.key}.{LabelShift.name}"))
         if not clients:
             plain = results[NONE]
@@ -178,9 +196,9 @@ def measured(results: list[Personalized], by: int) -> tuple[Tensor, Tensor]:
     return right.mean(1), chance / len(posterior) ** 2
 
 
-def posterior_of(shifted: Personalized) -> Tensor:
-    """r: label-shift's logits are log r, unless it left them as they are."""
-    return shifted.logits.double().softmax(1).cpu() if shifted.posterior is None else shifted.posterior
+def posterior_of(corrected: Personalized) -> Tensor:
+    """r: a correction's logits are log r, unless it left them as they are."""
+    return corrected.logits.double().softmax(1).cpu() if corrected.posterior is None else corrected.posterior
 
 
 def slipping_loss(posterior: Tensor, y: Tensor) -> Tensor:
@@ -189,26 +207,33 @@ def slipping_loss(posterior: Tensor, y: Tensor) -> Tensor:
     return -((1 - SLIP) * right + SLIP / posterior.shape[1]).log().sum()
 
 
-def choose(expected: Tensor, covariance: Tensor) -> int:
+def choose(expected: Tensor, covariance: Tensor, order: Sequence[int]) -> int:
     """From the first on, each candidate that promises more than the one before it by one standard error."""
-    chosen = 0
-    for k in range(1, len(expected)):
+    chosen, *others = order
+    for k in others:
         error = covariance[k, k] + covariance[chosen, chosen] - 2 * covariance[k, chosen]
         if expected[k] - expected[chosen] > error.clamp(min=0).sqrt():
             chosen = k
     return chosen
 
 
+def refitted_is_better(gain: Tensor, squares: Tensor, clients: Tensor) -> Tensor:
+    """Unless the published model's loss is less by one standard error; from sums over clients, for each fit."""
+    variance = (squares - gain.square() / clients.clamp(min=1)) * clients / (clients - 1).clamp(min=1)
+    return gain >= -variance.clamp(min=0).sqrt()
+
+
 class Choice(Fit):
     """How far the candidates' estimates are off, on training clients that play the newcomer."""
 
     key = "choice"
+    scales: ClassVar = {"gain": 30, "squares": 20}
     personalizer: Auto
 
     def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
         super().__init__(personalizer, given)
         self.candidates = len(personalizer.candidates)
-        self.shape = FITS, len(personalizer.measures), self.candidates
+        self.shape = FITS, len(personalizer.models), self.candidates
 
     def init(self, generator: torch.Generator) -> State:
         return {
@@ -219,7 +244,7 @@ class Choice(Fit):
         }
 
     def memory(self, client: Client) -> State:
-        """For each fit and each measure: how far estimates are off, by chance how far, and the labels' likelihood."""
+        """For each fit and model: how far estimates by it are off, by chance how far, and the labels' likelihood."""
         y = self.labels(client)
         error = torch.zeros(self.shape, dtype=torch.float64)
         chance = torch.zeros(*self.shape, self.candidates, dtype=torch.float64)
@@ -227,11 +252,12 @@ class Choice(Fit):
         for fit, published, uncorrected in self.plays(client, self.personalizer.uncorrected):
             results = self.personalizer.corrected(uncorrected, published)
             truth = torch.tensor([accuracy_of(one.logits, y) for one in results])
-            for i, by in enumerate(self.personalizer.measures):
+            for i, (calibrated, *_, by) in enumerate(self.personalizer.of_models):
                 value, chance[fit, i] = measured(results, by)
                 error[fit, i] = truth - value
-                loss[fit, i] = slipping_loss(posterior_of(results[by]), y)
-        return {"error": error, "chance": chance, "loss": loss, "samples": torch.tensor(len(y))}
+                loss[fit, i] = slipping_loss(posterior_of(results[calibrated]), y)
+        gain = loss[:, 0] - loss[:, -1]
+        return {"error": error, "chance": chance, "gain": gain, "samples": torch.tensor(len(y))}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         error, chance = carry["error"], carry["chance"]
@@ -240,7 +266,8 @@ class Choice(Fit):
         square = weight.square()
         return {
             "clients": taking,
-            "loss": carry["loss"] / 1024,
+            "gain": carry["gain"],
+            "squares": carry["gain"].square(),
             "weight": weight,
             "error": weight * error,
             "excess": weight * (error.square() - chance.diagonal(dim1=2, dim2=3)),
@@ -252,9 +279,11 @@ class Choice(Fit):
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """m and V, with n^2 (error - m)(error - m)^T summed by its terms; then what stands above."""
-        best = total["loss"].argmin(1)
+        better = torch.where(
+            refitted_is_better(total["gain"], total["squares"], total["clients"].double()), self.shape[1] - 1, 0
+        )
         by = {
-            name: total[name][torch.arange(FITS), best]
+            name: total[name][torch.arange(FITS), better]
             for name in ("error", "excess", "square_error", "square_product", "chance")
         }
         weight, square = total["weight"].view(-1, 1).clamp(min=1e-9), total["square"]
@@ -267,7 +296,7 @@ class Choice(Fit):
         prior = SPREAD**2 * torch.eye(self.candidates, dtype=m.dtype)
         gain = torch.linalg.solve(prior + v, prior.expand_as(v)).mT  # T (T + V)^-1
         return {
-            "measure": best,
+            "measure": better,
             "offset": (gain @ m.unsqueeze(2)).squeeze(2),
             "covariance": prior - gain @ prior,
             "scatter": (by["excess"] / weight - m.square()).clamp(min=0),
