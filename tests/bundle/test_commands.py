@@ -163,5 +163,5 @@ def test_adapted_models_compare_later_data_by_their_inputs_alone(
     run_of: Callable[[str], api.Run], fedavg: Path
 ) -> None:
     bundle, pixels = Bundle.load(fedavg), pixels_of(run_of("fedavg"))[:40]
-    assert bundle.personalize(pixels, "label-shift").manifest.checked == ("inputs", "features")
-    assert bundle.personalize(pixels, "tent").manifest.checked == ("inputs",)
+    assert bundle.personalize(pixels, "label-shift").manifest.checked == ("inputs", "features", "edges")
+    assert bundle.personalize(pixels, "tent").manifest.checked == ("inputs", "edges")
