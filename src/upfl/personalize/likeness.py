@@ -16,10 +16,11 @@ m_c(i)),
     u ~ m + N(0, b + s / n)                  s within clients, b between them, by moments
     log (|w - v|^2 / P / (b' + s' / n))      v the mean of w; its mean and deviation over clients
 
-So a newcomer's two numbers in two spaces become four scores in standard deviations of clients, with Student's
-p-values for as many clients as played; the least of them, times four, is p. Below 0.002 the data are unlike. Else,
-with fewer than 20 samples or 7 training clients, too few to tell; else alike. A sample is outlying if its t_i is four
-deviations of a sample above m_c(i).
+So a newcomer's two numbers in two spaces become four scores in standard deviations of clients. Images have seven more,
+one for each way to turn or mirror them (`orientation.py`). Each has Student's p-value for as many clients as played;
+the least, times the number of scores, is p. Below 0.002 the data are unlike. Else, with fewer than 20 samples or 7
+training clients, too few to tell; else alike. A sample is outlying if its t_i is four deviations of a sample above
+m_c(i).
 
 Settled: class means take five samples' weight of the mean of all m_c, S a fiftieth of its mean variance, and the
 deviation of the logarithm is taken for 0.5 at least: over clients with few samples it looks smaller than it is. The
