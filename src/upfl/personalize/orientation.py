@@ -135,10 +135,11 @@ class Orientation(Fit):
         if round == 1:
             usual = {name: total[name] for name in self.USUAL}
             return server | usual | {"usual": usual_distance(*usual.values())}
-        players = {name: total[name].double() for name in self.PLAYERS}
-        mean = total["mean"] / players["samples"].clamp(min=1)
-        within, between = spread(*players.values(), mean.square(), total["square"], total["within"])
-        return server | players | {"mean": mean, "within": within, "between": between}
+        clients, samples, squared = (total[name].double() for name in self.PLAYERS)
+        mean = total["mean"] / samples.clamp(min=1)
+        within, between = spread(clients, samples, squared, mean.square(), total["square"], total["within"])
+        moments = {"mean": mean, "within": within, "between": between}
+        return server | {"clients": clients, "samples": samples, "squared_samples": squared} | moments
 
     def fitted(self, server: State, fit: int) -> State:
         return {name: server[name] for name in published(self.classes)}
