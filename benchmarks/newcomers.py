@@ -87,9 +87,9 @@ SETTINGS = (
     Setting(CLOSED, "digits", "i.i.d.", (IID,), THREE, ON_MODEL),
     Setting("fedtta-prox", "mnist", "1000 images, turned", ("rounds=40", "evaluate_every=40", IID,
             "partition.samples=1000", "partition.clients=50", *TURNED), THREE),
-    Setting("fedavg", "mnist", "two classes", SOME, changed=50),
-    Setting("fedavg", "mnist", "i.i.d.", (*SOME, IID)),
-    Setting("fedavg", "mnist", "Dirichlet 0.1", (*SOME, *alpha(0.1))),
+    Setting("fedavg", "mnist", "two classes", SOME, (34,), ("label-shift", "refit+label-shift"), changed=20),
+    Setting("fedavg", "mnist", "i.i.d.", (*SOME, IID), (34,), ("label-shift",)),
+    Setting("fedavg", "mnist", "Dirichlet 0.1", (*SOME, *alpha(0.1)), (34,), ("label-shift",)),
     Setting("fedavg", "femnist", "writers", (*SOME, "model.name=mlp", "model.hidden=200", "training.lr=0.01"),
             changed=20),
     # where the gate opens, held closed

@@ -147,6 +147,7 @@ def test_data_unlike_the_federations_are_told_first_and_nothing_is_estimated(
         assert (found["likeness"]["verdict"] == "unlike") == unlike
         assert found["accuracy"] == [] or not unlike
         assert found["mix_error"] is None or not unlike
+        assert ("unlike" in found["no_accuracy"]) == unlike
         assert ("UNLIKE" in page) == unlike
         marked = [row["outlying"] for row in csv.DictReader((tmp_path / name / "predictions.csv").open())]
         assert (marked.count("yes") > 20) == unlike
@@ -163,5 +164,5 @@ def test_adapted_models_compare_later_data_by_their_inputs_alone(
     run_of: Callable[[str], api.Run], fedavg: Path
 ) -> None:
     bundle, pixels = Bundle.load(fedavg), pixels_of(run_of("fedavg"))[:40]
-    assert bundle.personalize(pixels, "label-shift").manifest.checked == ("inputs", "features")
-    assert bundle.personalize(pixels, "tent").manifest.checked == ("inputs",)
+    assert bundle.personalize(pixels, "label-shift").manifest.checked == ("inputs", "features", "edges")
+    assert bundle.personalize(pixels, "tent").manifest.checked == ("inputs", "edges")

@@ -21,8 +21,9 @@ from upfl.engine.fitting import fit_needs
 from upfl.engine.group import Group
 from upfl.models import mlp
 from upfl.personalize import likeness
-from upfl.personalize.likeness import LikenessCheck, Reference, Spread, check, known_of, sketch
+from upfl.personalize.likeness import LikenessCheck, Spread, check, known_of, sketch
 from upfl.personalize.nothing import Nothing
+from upfl.personalize.reference import Reference, class_sums
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -107,8 +108,7 @@ def test_a_sample_is_judged_by_mahalanobis_distance_to_the_nearest_class() -> No
     x, y = some(even(CLASSES), 500, 0)
     h = sketch(x)
     counts = torch.bincount(y, minlength=CLASSES).double()
-    sums = h.new_zeros(CLASSES, likeness.SIZE).index_add_(0, y, h)
-    reference = Reference.of(counts, sums, (h.T @ h)[*torch.triu_indices(likeness.SIZE, likeness.SIZE)])
+    reference = Reference.of(counts, *class_sums(h, y, CLASSES))
     assert reference is not None
     t, nearest, _ = reference.judge(h)
     means = np.stack([h[y == c].mean(0) for c in range(CLASSES)])

@@ -25,8 +25,10 @@ def in_words(found: Likeness | None, samples: int) -> str:
         few = f": {counted(samples, 'sample')}, of {SAMPLES} at least," if samples < SAMPLES else " training clients"
         return f"Too few{few} to tell whether your data are like the federation's."
     worst = max(found.scores, key=lambda name: found.scores[name])
+    view = worst.partition("(")[2].rstrip(")")
+    what = f"The images would fit better {view}" if worst.startswith("orientation") else WHAT.get(worst, worst)
     return (
-        f"YOUR DATA ARE UNLIKE THE FEDERATION'S: do not rely on the predictions. {WHAT.get(worst, worst)} "
+        f"YOUR DATA ARE UNLIKE THE FEDERATION'S: do not rely on the predictions. {what} "
         f"({worst}: {found.scores[worst]:.0f} standard deviations of clients, p = {found.p:.1g}). Typical causes: "
         "images that are inverted, scaled, turned or shifted; columns in other units or another order; classes that it "
         "does not know; another domain."

@@ -172,8 +172,8 @@ class PersonalManifest(Manifest):
     samples: int = Field(ge=1, lt=2**40, description="without labels, that it was personalized on")
     diary: Diary
     models: Size = Field(1, description="parameter sets; of several, the mean of the logits counts")
-    checked: tuple[Literal["inputs", "features"], ...] = Field(
-        (), max_length=2, description="in which spaces later data can be compared with the federation's"
+    checked: tuple[Literal["inputs", "features", "edges"], ...] = Field(
+        (), max_length=3, description="in which spaces later data can be compared with the federation's"
     )
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="logits are divided by it")
 

@@ -121,8 +121,9 @@ class Bundle:
         found, outlying = likeness.check(self.training, known, params, client.x)
         diary = replace(personalized.diary, likeness=found)
         if found.unlike:
-            diary = replace(diary, accuracy=[], mix_error=None)
-        kept = likeness.SPACES if serves and self._same_features(params, personalized) else likeness.SPACES[:1]
+            diary = replace(diary, accuracy=[], mix_error=None, no_accuracy="the data are unlike the federation's")
+        same = serves and self._same_features(params, personalized)
+        kept = tuple(space for space in likeness.SPACES if same or space != "features")
         return likeness.stored(known, kept), diary, outlying
 
     def _same_features(self, start: State | None, personalized: Personalized) -> bool:

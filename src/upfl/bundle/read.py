@@ -42,6 +42,7 @@ from upfl.contract import (
     Training,
     needs_of,
 )
+from upfl.data.forms import Pixels
 from upfl.errors import BundleError, ConfigError, UpflError
 from upfl.methods import make_personalizer, make_training, personalizer_class, training_class
 from upfl.models.patches import Patches
@@ -185,6 +186,7 @@ def _make_training(folder: Folder, manifest: Manifest) -> Training[Any]:
             architectures,
             # Newcomers learn from the samples among what is published; here their number is enough.
             torch.empty(public, *manifest.task.input.shape, device="meta") if kind.heterogeneous else None,
+            images=isinstance(manifest.task.input, Pixels),
         )
         if not kind.heterogeneous and isinstance(manifest, FederationManifest) and public:
             raise BundleError(f"public: {public} samples, and {kind.name} has no public set")

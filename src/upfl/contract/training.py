@@ -37,6 +37,7 @@ class Task:
     architectures: Mapping[str, Architecture] = field(default_factory=dict)
     public: Tensor | None = None
     participants: int | None = None  # clients in a round; all where silent
+    images: bool = False  # whether samples are images: channels, height, width
 
 
 @dataclass(frozen=True)

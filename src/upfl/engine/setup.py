@@ -13,7 +13,7 @@ from upfl.config import Config
 from upfl.contract import Personalizer, Task, Training, needs_of
 from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.data.federation import Federation
-from upfl.data.forms import Tokens
+from upfl.data.forms import Pixels, Tokens
 from upfl.data.inputs import Inputs
 from upfl.data.large import federation_of
 from upfl.engine.clients import LocalClient, Population
@@ -83,6 +83,7 @@ def assemble(config: Config, federation: Federation | None = None, device: str |
         participants=config.participants(len(federation.training)),
         architectures=config.model.architectures(shape, classes),
         public=inputs.x(federation.public).contiguous() if kind.heterogeneous else None,
+        images=isinstance(source.form, Pixels),
     )
     training = make_training(config.training_name, task, hyper)
     needed = kind.passes(hyper) * training.rounds_a_pass

@@ -16,10 +16,11 @@ m_c(i)),
     u ~ m + N(0, b + s / n)                  s within clients, b between them, by moments
     log (|w - v|^2 / P / (b' + s' / n))      v the mean of w; its mean and deviation over clients
 
-So a newcomer's two numbers in two spaces become four scores in standard deviations of clients, with Student's
-p-values for as many clients as played; the least of them, times four, is p. Below 0.002 the data are unlike. Else,
-with fewer than 20 samples or 7 training clients, too few to tell; else alike. A sample is outlying if its t_i is four
-deviations of a sample above m_c(i).
+So a newcomer's two numbers in two spaces become four scores in standard deviations of clients. Images have seven more,
+one for each way to turn or mirror them (`orientation.py`). Each has Student's p-value for as many clients as played;
+the least, times the number of scores, is p. Below 0.002 the data are unlike. Else, with fewer than 20 samples or 7
+training clients, too few to tell; else alike. A sample is outlying if its t_i is four deviations of a sample above
+m_c(i).
 
 Settled: class means take five samples' weight of the mean of all m_c, S a fiftieth of its mean variance, and the
 deviation of the logarithm is taken for 0.5 at least: over clients with few samples it looks smaller than it is. The
@@ -36,9 +37,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from upfl.contract import Client, Fit, Likeness, Need, Published, Total, Training, Unlabelled, all_logits, chunks
+from upfl.contract import Client, Fit, Likeness, Need, Published, Total, Training, Unlabelled, all_logits
 from upfl.errors import BadClientError
+from upfl.personalize import orientation
 from upfl.personalize.nothing import Nothing
+from upfl.personalize.reference import Reference, class_sums, spread, usual_distance
 from upfl.randomness import generator
 from upfl.state import State, select
 
@@ -46,8 +49,8 @@ SIZE = 64  # P
 LEVEL = 0.002  # of p, below which data are unlike
 SAMPLES, CLIENTS = 20, 7  # with fewer, data are never called alike
 OUTLYING = 4.0  # deviations of a sample
-SHRINKAGE, CLASS_WEIGHT, LEAST_DEVIATION = 0.02, 5.0, 0.5
-SPACES = ("inputs", "features")
+LEAST_DEVIATION = 0.5
+SPACES = ("inputs", "features", "edges")  # edges: of images alone (`orientation.py`)
 KINDS = ("distance", "drift")
 KEY = "likeness.none"
 
@@ -61,11 +64,13 @@ class LikenessCheck:
         self.training = training
 
     def needs(self) -> tuple[Need, ...]:
-        return (Need.of(Spread, Nothing(self.training, Nothing.Hyper())),)
+        played = Nothing(self.training, Nothing.Hyper())
+        images = [Need.of(orientation.Orientation, played)] if self.training.task.images else []
+        return (Need.of(Spread, played), *images)
 
 
 def spaces_of(training: Training[Any]) -> tuple[str, ...]:
-    return SPACES[:1] if training.heterogeneous or not training.serves_newcomers else SPACES
+    return SPACES[:1] if training.heterogeneous or not training.serves_newcomers else SPACES[:2]
 
 
 def sketch(values: Tensor) -> Tensor:
@@ -89,55 +94,6 @@ def seen_by(training: Training[Any], params: State | None, x: Tensor, space: str
         return sketch(x)
     assert params is not None
     return sketch(all_logits(training.features, params, x))
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What samples are judged by: class means, a Cholesky factor of the covariance, and which classes there are."""
-
-    means: Tensor  # [classes, P], whitened
-    factor: Tensor
-    known: Tensor  # [classes]
-
-    @classmethod
-    def of(cls, counts: Tensor, sums: Tensor, products: Tensor) -> Reference | None:
-        """From sums; none where there are no samples."""
-        n = counts.sum()
-        if n < 2:
-            return None
-        means = sums / counts.clamp(min=1).unsqueeze(1)
-        within = (_square(products) - means.T @ (counts.unsqueeze(1) * means)) / n
-        level = (within.trace() / SIZE).clamp(min=1e-12)
-        within = (1 - SHRINKAGE) * within + SHRINKAGE * level * torch.eye(SIZE, dtype=within.dtype)
-        factor, failed = torch.linalg.cholesky_ex(within)
-        if failed:
-            return None
-        return cls(_whitened(factor, means), factor, counts > 0)
-
-    def judge(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(t, the nearest class, the whitened difference from it) of each sample."""
-        white = _whitened(self.factor, h)
-        squares = torch.cat([(part.unsqueeze(1) - self.means).square().sum(2) for part in chunks(white)])
-        near, nearest = squares.masked_fill(~self.known, math.inf).min(1)
-        return (near / SIZE).clamp(min=1e-12).log() / 2, nearest, white - self.means[nearest]
-
-
-def _whitened(factor: Tensor, h: Tensor) -> Tensor:
-    white: Tensor = torch.linalg.solve_triangular(factor, h.T, upper=False).T
-    return white
-
-
-def _square(triangle: Tensor) -> Tensor:
-    rows, columns = torch.triu_indices(SIZE, SIZE)
-    square = triangle.new_empty(SIZE, SIZE)
-    square[rows, columns] = square[columns, rows] = triangle
-    return square
-
-
-def usual_distance(seen: Tensor, distance: Tensor) -> Tensor:
-    """m_c, from how many samples are nearest to each class, and the sums of their t."""
-    overall = distance.sum() / seen.sum().clamp(min=1)
-    return (distance + CLASS_WEIGHT * overall) / (seen + CLASS_WEIGHT)
 
 
 class Spread(Fit):
@@ -202,8 +158,7 @@ class Spread(Fit):
             }
             h = sketches["train"]
             assert h is not None
-            found[f"{space}_sums"] = h.new_zeros(self.classes, SIZE).index_add_(0, y, h)
-            found[f"{space}_products"] = (h.T @ h)[*torch.triu_indices(SIZE, SIZE)]
+            found[f"{space}_sums"], found[f"{space}_products"] = class_sums(h, y, self.classes)
             played = sketches["validation"]
             found[f"{space}_validation"] = h.new_zeros(0, SIZE) if played is None else played
         return found
@@ -282,17 +237,12 @@ class Spread(Fit):
         return {name: given[name] for name in self.USUAL} | {"usual": usual_distance(given["seen"], given["distance"])}
 
     def _moments(self, server: State, given: State) -> State:
-        k, n, squared = (server[name] for name in ("clients", "samples", "squared_samples"))
-        n = n.clamp(min=1)
-        found = {}
-        for name, mean, square, within in (
-            ("", given["mean"] / n, given["square"], given["within"]),
-            ("drift_", given["drift"] / n, given["drift_square"], given["drift_within"]),
-        ):
-            pooled = (within / (n - k).clamp(min=1)).clamp(min=1e-9)
-            spread = square - n * mean.square().mean() - (k - 1) * pooled
-            found[f"{name}within"] = pooled
-            found[f"{name}between"] = (spread / (n - squared / n).clamp(min=1e-9)).clamp(min=0)
+        players = server["clients"], server["samples"], server["squared_samples"]
+        n, found = server["samples"].clamp(min=1), {}
+        for name, mean in (("", given["mean"] / n), ("drift_", given["drift"] / n)):
+            found[f"{name}within"], found[f"{name}between"] = spread(
+                *players, mean.square().mean(), given[f"{name}square"], given[f"{name}within"]
+            )
         return found | {"mean": given["mean"] / n, "drift": given["drift"] / n}
 
     def _logs(self, server: State, given: State) -> State:
@@ -347,7 +297,8 @@ class _Moments:
 
 def known_of(published: Published) -> State:
     """What the federation published for the check; nothing where it did not."""
-    return select(published.fitted, KEY)
+    turned = select(published.fitted, orientation.KEY)
+    return select(published.fitted, KEY) | {f"edges_{name}": value for name, value in turned.items()}
 
 
 def check(training: Training[Any], known: State, params: State | None, x: Tensor) -> tuple[Likeness, Tensor]:
@@ -355,7 +306,7 @@ def check(training: Training[Any], known: State, params: State | None, x: Tensor
     scores: dict[str, float] = {}
     n, clients = len(x), int(known["clients"])
     outlying = torch.zeros(n, dtype=torch.bool)
-    for space in (space for space in SPACES if f"{space}_means" in known):
+    for space in (space for space in SPACES[:2] if f"{space}_means" in known):
         moments = _Moments.of(known, space)
         reference = Reference(known[f"{space}_means"], known[f"{space}_factor"], known["counts"] > 0)
         t, nearest, off = reference.judge(seen_by(training, params, x, space))
@@ -366,7 +317,13 @@ def check(training: Training[Any], known: State, params: State | None, x: Tensor
         log = moments.log_drift(off.mean(0), n) - moments.log
         scores[f"{space} {KINDS[1]}"] = float(log / moments.log_deviation.clamp(min=LEAST_DEVIATION))
         outlying |= u > OUTLYING * (moments.between + moments.within).sqrt()
-    p = min(1.0, len(scores) * min(_upper_tail(score, clients - 1) for score in scores.values()))
+    tests = len(scores)
+    if "edges_means" in known:
+        turned = {name.removeprefix("edges_"): value for name, value in known.items() if name.startswith("edges_")}
+        best, score = orientation.best_view(turned, x)
+        scores[f"orientation ({best})"] = score
+        tests += len(orientation.VIEWS)
+    p = min(1.0, tests * min(_upper_tail(score, clients - 1) for score in scores.values()))
     if not p >= LEVEL:
         return Likeness("unlike", p, scores), outlying
     return Likeness("alike" if n >= SAMPLES and clients >= CLIENTS else "too few", p, scores), outlying
@@ -384,8 +341,10 @@ def expected(classes: int, spaces: tuple[str, ...]) -> State:
     shapes: dict[str, tuple[int, ...]] = {"means": (classes, SIZE), "factor": (SIZE, SIZE), "usual": (classes,)}
     shapes |= dict.fromkeys(_Moments.__annotations__, ()) | {"drift": (SIZE,)}
     names = {"clients": (), "counts": (classes,)} | {
-        f"{space}_{name}": shape for space in spaces for name, shape in shapes.items()
+        f"{space}_{name}": shape for space in spaces if space in SPACES[:2] for name, shape in shapes.items()
     }
+    if SPACES[2] in spaces:
+        names |= {f"{SPACES[2]}_{name}": shape for name, shape in orientation.published(classes).items()}
     return {name: torch.empty(shape, dtype=torch.float64, device="meta") for name, shape in names.items()}
 
 
