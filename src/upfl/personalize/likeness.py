@@ -65,7 +65,7 @@ class LikenessCheck:
 
     def needs(self) -> tuple[Need, ...]:
         played = Nothing(self.training, Nothing.Hyper())
-        images = [Need.of(orientation.Orientation, played)] if self.training.task.images else []
+        images = [Need.of(orientation.Orientation, played, after=())] if self.training.task.images else []
         return (Need.of(Spread, played), *images)
 
 
