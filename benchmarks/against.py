@@ -44,6 +44,11 @@ try:
     from upfl.engine.setup import assemble
 except ModuleNotFoundError:
     from upfl.engine.rounds import assemble
+try:
+    from upfl.engine.allocator import keep_freed_memory  # as workers have it; at ac082f2 one_thread did it
+    keep_freed_memory()
+except ModuleNotFoundError:
+    pass
 
 def rounds(method):
     config, cpu = configure(method, "digits", profile="smoke"), torch.device("cpu")
