@@ -35,8 +35,7 @@ def sources() -> dict[Path, str]:
     return found | {ROOT / name: f"project/{name.lower()}" for name in PROJECT}
 
 
-def build(out: Path) -> None:
-    work = ROOT / WORK
+def build(out: Path, work: Path = ROOT / WORK) -> None:
     shutil.rmtree(work, ignore_errors=True)
     pages = work / "pages"
     placed = sources()

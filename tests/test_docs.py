@@ -31,9 +31,9 @@ SHELL = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site") / "site"
-    build.build(out)
-    return out
+    folder = tmp_path_factory.mktemp("site")
+    build.build(folder / "site", folder / "work")  # in no folder that another process builds in, too
+    return folder / "site"
 
 
 def read(page: Path) -> str:
