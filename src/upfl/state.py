@@ -31,6 +31,11 @@ def is_buffer(name: str) -> bool:
     return name.startswith(BUFFERS) or f".{BUFFERS}" in name
 
 
+def has_shapes(state: State, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a state has these names, and its tensors these shapes."""
+    return {name: tuple(value.shape) for name, value in state.items()} == shapes
+
+
 def trainable(state: Mapping[str, Tensor]) -> State:
     return {name: value for name, value in state.items() if not is_buffer(name)}
 

@@ -211,3 +211,16 @@ def test_validation_is_that_of_the_row(tmp_path: Path) -> None:
     lines = [{"round": 1, "rows": rows[0]}, {"round": 2, "rows": rows[1]}, {"round": 3, "loss": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert best_validation(tmp_path, "tent") == 60.0
+
+
+def test_a_range_is_the_trainings_where_the_personalizer_has_one_of_that_name() -> None:
+    ranges = {"lr": (0.01, 1.0), "tent.lr": (0.001, 0.1)}
+    assert list(searching(Path("unused"), "tent", ranges=ranges).choices) == ["training.lr", "tent.lr"]
+
+
+def test_settings_are_the_same_in_every_trial_and_part_of_the_search(tmp_path: Path) -> None:
+    search = searching(tmp_path / "s", settings=("model.hidden=32",))
+    assert search.config({"training.lr": 0.3}).model.hidden == 32
+    search.study()
+    with pytest.raises(RunError, match="another search"):
+        searching(tmp_path / "s", settings=("model.hidden=64",)).study()

@@ -40,6 +40,9 @@ def search(
         int | None, typer.Option(min=0, help="Of the trainings and of the search.", show_default="0")
     ] = None,
     partition_seed: PartitionSeed = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every trial.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder.", show_default="runs/search-DATASET-METHOD-PROFILE")
     ] = None,
@@ -56,6 +59,8 @@ def search(
         upfl search fedtta mnist --space free --rounds 40 --trials 50
 
         upfl search fedtta digits --range inner_lr=0.01:1 --rounds 20
+
+        upfl search hetero-tent digits --set partition.new=0.1 --set partition.held_out=0.4
     """
     from upfl.experiments.search import Search, Tried, import_optuna, run
 
@@ -74,6 +79,7 @@ def search(
             "seed": seed,
             "partition_seed": partition_seed,
         },
+        tuple(settings or ()),
     )
     console = Console()
     grid = f"a grid of {made.size} points" if made.size else "freely within ranges"

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -89,6 +89,7 @@ class Search:
     space: str = "paper"  # or "free"
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # of the trials' configuration
+    settings: Sequence[str] = ()  # `key=value`, the same in every trial
 
     def __post_init__(self) -> None:
         if self.space not in ("paper", "free"):
@@ -111,9 +112,13 @@ class Search:
                     f"no search space is known for '{self.method}': give ranges, such as --range lr=0.001:1"
                 )
             return known
+        places = {self.personalizer: personalizer_class(self.personalizer), "training": training_class(self.training)}
+        # By its name alone a hyper-parameter is the training's where both have one, as with `--set`.
         fields = {
-            **{key: f"training.{key}" for key in training_class(self.training).Hyper.model_fields},
-            **{key: f"{self.personalizer}.{key}" for key in personalizer_class(self.personalizer).Hyper.model_fields},
+            name: f"{place}.{key}"
+            for place, kind in places.items()
+            for key in kind.Hyper.model_fields
+            for name in (key, f"{place}.{key}")
         }
         for key in self.ranges:
             if key not in fields:
@@ -121,7 +126,7 @@ class Search:
         return {fields[key]: SearchValues((), low, high, log=low > 0) for key, (low, high) in self.ranges.items()}
 
     def config(self, values: Mapping[str, Any]) -> Config:
-        settings = [f"{key}={value}" for key, value in values.items()]
+        settings = [*self.settings, *(f"{key}={value}" for key, value in values.items())]
         return configure(self.method, self.dataset, settings=settings, **self.options)
 
     @property
@@ -142,6 +147,7 @@ class Search:
             "space": self.space,
             "ranges": {key: list(limits) for key, limits in self.ranges.items()},
             "options": {key: value for key, value in self.options.items() if value is not None},
+            **({"settings": list(self.settings)} if self.settings else {}),
         }
 
     # Optuna
@@ -264,7 +270,8 @@ def write_best(search: Search, study: optuna.Study) -> None:
             "personalize": {search.personalizer: config.personalize[search.personalizer]},
         }
     )
-    options = ", ".join(f"{key} {value}" for key, value in search.options.items() if value is not None)
+    scale = [f"{key} {value}" for key, value in search.options.items() if value is not None]
+    options = ", ".join([*scale, *search.settings])
     head = f"# Validation accuracy {study.best_value:.2f}, the best of {counted(done, 'trial')}: {options}.\n"
     write_file(search.folder / "best.toml", (head + content).encode())
 

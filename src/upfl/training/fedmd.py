@@ -31,7 +31,7 @@ from upfl.contract import Architecture, Batch, Client, Personalizer, Phase, Publ
 from upfl.errors import ConfigError
 from upfl.models import Model
 from upfl.randomness import default_generator
-from upfl.state import State, contiguous, prefixed, select, to_device, trainable
+from upfl.state import State, contiguous, has_shapes, prefixed, select, to_device, trainable
 from upfl.training.base import LocalHyper, LocalTraining
 from upfl.training.sgd import Order, divergence
 
@@ -189,8 +189,8 @@ class FedMD(Training[D]):
 
     def _student_of(self, psi: State) -> Student:
         """Parameters tell their architecture by their shapes; where two agree in all, they are the same model."""
-        shapes = {name: tuple(value.shape) for name, value in trainable(psi).items()}
-        return next(student for student in self.students.values() if student.revisit.model.shapes == shapes)
+        own = trainable(psi)
+        return next(student for student in self.students.values() if has_shapes(own, student.revisit.model.shapes))
 
 
 def distillation(logits: Tensor, teacher: Tensor, batch: Batch, hyper: FedMDHyper) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ class HeteroFedTTA(FedMD[HeteroFedTTAHyper]):
     adapts_by = "one-step"
     learns = FedTTA
     knowledge = ("base", "personalized")
+    records = True
 
     def __init__(self, task: Task, hyper: HeteroFedTTAHyper) -> None:
         super().__init__(task, hyper)

@@ -37,6 +37,7 @@ class HeteroTent(FedMD[HeteroTentHyper]):
     adapts_by = "tent"
     learns = FedAvg
     knowledge = ("personalized",)
+    records = True
 
     def student(self, architecture: Architecture) -> Student:
         task = Task(architecture.model, self.task.classes, self.task.clients)
