@@ -12,7 +12,8 @@ A page is written by hand, but for blocks such as this one; what stands between 
     <!-- build: accuracy mnist -->
     <!-- end -->
 
-The blocks are `accuracy`, `clients`, `newcomers`, `costs` and `curves`, each of a NAME. Rows may be named behind it.
+The blocks are `accuracy`, `clients`, `newcomers` and `costs`, and the figures `curves`, `sweep` and `diary`, each of a
+NAME. Rows may be named behind it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from upfl.errors import RunError, UpflError
 from upfl.report import figures, rendering, tables
@@ -82,7 +85,7 @@ def made(page: Path, summaries: Path = SUMMARIES, draw: bool = True) -> str:
         kind, name, *rows = match["what"].split()
         if kind not in BLOCKS:
             raise RunError(f"{page}: block '{kind}': there are {', '.join(BLOCKS)}")
-        if kind == "curves" and not draw:
+        if kind in FIGURES and not draw:
             return match[0]
         return f"{match[1]}{BLOCKS[kind](page, name, _settings(summaries / name, rows))}{match[4]}"
 
@@ -125,24 +128,41 @@ def _costs(page: Path, name: str, settings: Sequence[Setting]) -> str:
     return rendering.markdown(replace(table, notes=table.notes[:1]))
 
 
-def _curves(page: Path, name: str, settings: Sequence[Setting]) -> str:
+def _figure(kind: str, page: Path, name: str, settings: Sequence[Setting]) -> str:
+    draw, caption, missing = FIGURES[kind]
     text = ""
     for place, setting in enumerate(settings):
-        file = page.with_name(f"{page.stem}-{name}{f'-{place + 1}' * (len(settings) > 1)}.png")
-        drawn = figures.drawn(figures.learning_curves, setting)
+        parts = [
+            page.stem,
+            name,
+            *([kind] if kind != "curves" else []),
+            *([str(place + 1)] if len(settings) > 1 else []),
+        ]
+        file = page.with_name(f"{'-'.join(parts)}.png")
+        drawn = figures.drawn(draw, setting)
         if drawn is None:
-            raise RunError(f"{page}: curves {name}: its runs were scored once only")
+            raise RunError(f"{page}: {kind} {name}: {missing}")
         file.write_bytes(drawn[1])
-        text += f"![{setting.title}: accuracy while training, against rounds and against gradient work]({file.name})\n"
+        text += f"![{setting.title}: {caption}]({file.name})\n"
     return text
 
 
-BLOCKS: dict[str, Callable[[Path, str, Sequence[Setting]], str]] = {
+Block = Callable[[Path, str, Sequence[Setting]], str]
+FIGURES: dict[str, tuple[Callable[[Setting], Any], str, str]] = {  # what is drawn, its caption, why it may be missing
+    "curves": (
+        figures.learning_curves,
+        "accuracy while training, against rounds and against gradient work",
+        "its runs were scored once only",
+    ),
+    "sweep": (figures.sweep, "accuracy against a hyper-parameter", "no row comes with several values of one"),
+    "diary": (figures.diary, "one client's adaptation, step by step", "no run has a diary"),
+}
+BLOCKS: dict[str, Block] = {
     "accuracy": _accuracy,
     "clients": _clients,
     "newcomers": _newcomers,
     "costs": _costs,
-    "curves": _curves,
+    **{kind: partial(_figure, kind) for kind in FIGURES},
 }
 
 

@@ -219,8 +219,8 @@ def test_a_range_is_the_trainings_where_the_personalizer_has_one_of_that_name() 
 
 
 def test_settings_are_the_same_in_every_trial_and_part_of_the_search(tmp_path: Path) -> None:
-    search = searching(tmp_path / "s", settings=("model.hidden=32",))
-    assert search.config({"training.lr": 0.3}).model.hidden == 32
+    search = searching(tmp_path / "s", settings=("iterations=7",))
+    assert search.config({"training.lr": 0.3}).training["iterations"] == 7
     search.study()
     with pytest.raises(RunError, match="another search"):
-        searching(tmp_path / "s", settings=("model.hidden=64",)).study()
+        searching(tmp_path / "s", settings=("iterations=8",)).study()

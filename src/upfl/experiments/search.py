@@ -112,12 +112,15 @@ class Search:
                     f"no search space is known for '{self.method}': give ranges, such as --range lr=0.001:1"
                 )
             return known
-        places = {self.personalizer: personalizer_class(self.personalizer), "training": training_class(self.training)}
+        places = {
+            self.personalizer: personalizer_class(self.personalizer).Hyper,
+            "training": training_class(self.training).Hyper,
+        }
         # By its name alone a hyper-parameter is the training's where both have one, as with `--set`.
         fields = {
             name: f"{place}.{key}"
-            for place, kind in places.items()
-            for key in kind.Hyper.model_fields
+            for place, hyper in places.items()
+            for key in hyper.model_fields
             for name in (key, f"{place}.{key}")
         }
         for key in self.ranges:

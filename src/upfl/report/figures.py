@@ -226,6 +226,8 @@ def sweep(setting: Setting) -> Figure | None:
             continue
         figure = styled(6, 3.4)
         panel = figure.subplots()
+        before = [line.mean(lambda row: row.test_before) or 0.0 for line in lines]
+        panel.plot(x, before, color=_COLOURS[-1], marker=".", linewidth=1, alpha=0.5, label=f"{row}, before")
         panel.plot(x, [i.value for i in intervals], color=_COLOURS[-1], marker="o", label=row)
         panel.fill_between(
             x, [i.low for i in intervals], [i.high for i in intervals], color=_COLOURS[-1], alpha=0.15, linewidth=0
