@@ -8,19 +8,20 @@ import scipy.stats
 import torch
 
 from tests.helpers.shifts import overconfident, uneven
-from tests.synthetic import World, world
+from tests.synthetic import World, pairs, world
 from upfl.contract import CrossFitted, Unlabelled
-from upfl.personalize.estimate import estimates, student, total_variation
+from upfl.personalize.estimate import estimates, student, thinness, total_variation
 from upfl.state import select
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 CERTAIN = {
-    "offset": torch.zeros(2),
-    "scatter": torch.zeros(2),
-    "mixed": torch.zeros(2),
-    "clients": torch.tensor(1000),
+    "offset": torch.zeros(3, 2),
+    "scatter": torch.zeros(3, 2),
+    "mixed": torch.zeros(3, 2),
+    "clients": torch.full((3,), 1000),
     "few": torch.tensor(0),
+    "size": torch.tensor(60.0),
 }
 
 
@@ -55,7 +56,7 @@ def test_a_single_sample_has_an_interval_that_says_nothing() -> None:
 
 def test_predictions_that_did_not_change_have_one_accuracy() -> None:
     posterior = torch.tensor([[0.8, 0.2]]).double().repeat(50, 1)
-    known = CERTAIN | {"offset": torch.tensor([-0.1, 0.1]), "scatter": torch.tensor([0.01, 0.0])}
+    known = CERTAIN | {"offset": torch.tensor([[-0.1, 0.1]] * 3), "scatter": torch.tensor([[0.01, 0.0]] * 3)}
     before, after = estimates(3 * posterior, posterior, posterior, known)
     assert before == after
     before, after = estimates(-posterior, posterior, posterior, known)
@@ -92,11 +93,44 @@ def test_reliability_is_the_offset_and_the_components_of_the_clients_errors(shif
     size = n - (sizes**2).sum() / n
     between = ((between - (k - 1) * within) / size).clip(0)
     between += np.sqrt(2 / (k - 1)) * (between + (k - 1) * within / size)
-    np.testing.assert_allclose(known["offset"], offset, atol=1e-6)
+    np.testing.assert_allclose(known["offset"][-1], offset, atol=1e-6)
     np.testing.assert_allclose(
-        known["scatter"], between * (1 + (sizes**2).sum() / n**2) + within / n, rtol=1e-3, atol=1e-6
+        known["scatter"][-1], between * (1 + (sizes**2).sum() / n**2) + within / n, rtol=1e-3, atol=1e-6
     )
-    assert float(known["mixed"][0]) == pytest.approx(sum(mixed) / n, abs=1e-4)
+    assert float(known["mixed"][-1, 0]) == pytest.approx(sum(mixed) / n, abs=1e-4)
+    assert float(known["size"]) == pytest.approx(sizes.mean())
+
+
+@pytest.mark.parametrize(
+    ("samples", "players", "level"),
+    [(3, 9, 0), (5, 9, 0), (19, 9, 0), (20, 9, 1), (59, 9, 1), (60, 9, 2), (600, 9, 2), (3, 6, 1), (30, 6, 1)],
+)
+def test_a_newcomer_is_judged_as_training_clients_with_as_few_samples(samples: int, players: int, level: int) -> None:
+    known = CERTAIN | {"scatter": torch.tensor([[0.03, 0.03], [0.02, 0.02], [0.01, 0.01]]).double()}
+    known |= {"clients": torch.tensor([players, 9, 9])}
+    posterior = torch.tensor([[0.5, 0.5]]).double().repeat(samples, 1)
+    found = estimates(posterior, posterior, posterior, known)[0]
+    own = (0.25 * samples + 2) / (samples + 4) / samples
+    assert found.high == pytest.approx(min(0.5 + student(8) * (own + 0.03 - 0.01 * level) ** 0.5, 1))
+    assert thinness(known, samples) == pytest.approx(3 - level)
+
+
+def test_few_samples_of_a_weak_model_are_told_so() -> None:
+    """Training clients have 90 samples each. With 20 a newcomer's class mix, and so its posteriors, are further off."""
+    here = world(pairs(6, 30), pairs(6, 60), 90, 1.2)
+    personalizer = here.personalizer("label-shift")
+    fitted = here.fit(personalizer)
+    inside, told, off = [], [], []
+    for i, (x, y) in enumerate(zip(here.new_logits, here.new_labels, strict=True)):
+        found = personalizer.personalize(fitted.published, Unlabelled(i, x[:20]))
+        estimate = found.diary.accuracy[1]
+        right = float((found.logits.argmax(1) == y[:20]).double().mean())
+        inside.append(estimate.low <= right <= estimate.high)
+        truth = torch.bincount(y[:20], minlength=here.classes) / 20
+        off.append(float(total_variation(torch.tensor(found.diary.mix), truth)))
+        told.append(found.diary.mix_error)
+    assert np.mean(inside) >= 0.9
+    assert np.mean(told) == pytest.approx(np.mean(off), rel=0.35)
 
 
 @pytest.mark.parametrize("name", ["calibrated", "label-shift"])

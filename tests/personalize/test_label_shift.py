@@ -23,6 +23,7 @@ from upfl.personalize.calibration import Calibrator
 from upfl.personalize.class_mix import expectation_maximisation
 from upfl.personalize.estimate import total_variation
 from upfl.randomness import generator
+from upfl.state import prefixed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -290,13 +291,14 @@ def test_the_mix_that_is_shown_is_the_clients_own_whatever_the_gate_decided() ->
     """Training clients found the evidence's mix nearer to the truth than the closed gate's predictions."""
     mix = np.array([0.0, 0.0, 0.5, 0.5])
     x, y = draw(np.random.default_rng(0), mix, 200, even(4), 2.0)
-    known = {"offset": torch.zeros(2), "scatter": torch.zeros(2), "clients": torch.tensor(20), "few": torch.tensor(0)}
+    known = {"offset": torch.zeros(3, 2), "scatter": torch.zeros(3, 2), "clients": torch.full((3,), 20)}
+    known |= {"few": torch.tensor(0), "size": torch.tensor(90.0)}
     for menu in (0, label_shift.CLOSED, label_shift.AS_IS):
         fitted = calibrated_as(4) | {"gate.label-shift.menu": torch.tensor(menu)}
         fitted |= {"calibration.none.bias": torch.zeros(4), "calibration.none.prior": torch.tensor(even(4))}
         for nearer in (0, 1):
             mixed = torch.tensor([0.1, 0.1]) - 0.05 * torch.nn.functional.one_hot(torch.tensor(nearer), 2)
-            fitted |= {f"reliability.label-shift.{name}": value for name, value in (known | {"mixed": mixed}).items()}
+            fitted |= prefixed("reliability.label-shift", known | {"mixed": mixed.expand(3, 2)})
             found = personalize("label-shift", x, fitted).diary
             truth = torch.bincount(y, minlength=4) / 200
             off = float(total_variation(torch.tensor(found.mix), truth))

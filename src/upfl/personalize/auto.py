@@ -79,6 +79,7 @@ from upfl.personalize.estimate import (
     interval,
     own_variance,
     same_predictions,
+    thinness,
 )
 from upfl.personalize.fedtta import EarlyStopped, OneStep
 from upfl.personalize.label_shift import SLIP, LabelShift
@@ -145,15 +146,16 @@ class Auto(Personalizer[AutoHyper]):
         value, chance = measured(results, by)
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"], self.order(better))
-        clients = enough_clients(fitted(published, f"{Reliability.key}.{LabelShift.name}"))
-        if not clients:
+        reliability = fitted(published, f"{Reliability.key}.{LabelShift.name}")
+        if not (clients := enough_clients(reliability)):
             plain = results[NONE]
             decision = f"{plain.diary.decision}: too few training clients or labels to choose by"
             return replace(plain, diary=replace(plain.diary, decision=decision, no_accuracy=TOO_FEW))
         diary, measure = results[chosen].diary, results[by].diary
         if not diary.accuracy:  # none or an adaptation, which tell nothing themselves
             own = own_variance(chance.diagonal()[chosen] * len(client.x) ** 2, len(client.x))
-            variance = (own + known["covariance"][chosen, chosen] + known["scatter"][chosen]).clamp(min=0)
+            taught = (known["covariance"][chosen, chosen] + known["scatter"][chosen]).clamp(min=0)
+            variance = own + taught * thinness(reliability, len(client.x))
             after = interval(expected[chosen].item(), variance.item(), clients - 1)
             before = measure.accuracy[0]
             same = same_predictions(results[NONE].logits, results[chosen].logits)

@@ -17,6 +17,11 @@ and the accuracy on the newcomer's own n samples is within
 
     value + m +- q sqrt(scatter + v / n),   v = (sum_i r_i,d_i (1 - r_i,d_i) + 2) / (n + 4)
 
+The fewer samples a newcomer has, the less it knows of its class mix, and the further off are its posteriors. So
+training clients play with 5 and with 20 of their samples, too, and all sums above are formed for each size. A newcomer
+with as many samples as training clients have in the mean takes the sums of all samples, one with fewer those of the
+next smaller size.
+
 q is Student's quantile for K - 1 clients. The 2 and the 4 are two right and two wrong predictions more, as Agresti and
 Coull have them: where every label came out right, or a newcomer has a single sample, that is no proof of certainty. The
 standard error is for newcomers with many samples: clients that validate with few cannot tell a small t2 from none.
@@ -33,16 +38,20 @@ before.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from upfl.contract import FITS, FOLDS, Client, Estimate, Fit, Total, varies
+from upfl.contract import FITS, FOLDS, Client, Estimate, Fit, Personalized, Total, varies
+from upfl.contract.personalizer import LEAST_CLIENTS
 from upfl.state import State
 
 TOO_FEW = "too few training clients or labels taught how far such estimates are off"
 PSEUDO_WRONG, PSEUDO = 2, 4  # samples more than there are, and how many of them are wrong
+SIZES = (5, 20)  # samples with which training clients play, beside all that they have
+LEVELS = len(SIZES) + 1
 
 
 class Reliability(Fit):
@@ -53,31 +62,39 @@ class Reliability(Fit):
     personalizer: Any  # a Correction
 
     def init(self, generator: torch.Generator) -> State:
-        pairs = {name: torch.zeros(FITS, 2, dtype=torch.float64) for name in ("offset", "scatter", "mixed")}
-        return pairs | {name: torch.zeros(FITS, dtype=torch.int64) for name in ("clients", "few")}
+        pairs = {name: torch.zeros(FITS, LEVELS, 2, dtype=torch.float64) for name in ("offset", "scatter", "mixed")}
+        counts = {"clients": torch.zeros(FITS, LEVELS, dtype=torch.int64), "few": torch.zeros(FITS, dtype=torch.int64)}
+        return pairs | counts | {"size": torch.zeros(FITS, dtype=torch.float64)}
 
     def memory(self, client: Client) -> State:
-        """For each fit, and each correction that the gate may choose: it says which when the sums are there."""
+        """For each fit, number of samples, and correction that the gate may choose: it says which when the sums are
+        there."""
         y = self.labels(client)
-        error, square, within, mixed = torch.zeros(4, FITS, self.personalizer.choices, 2, dtype=torch.float64)
-        base, n = self.personalizer.base, len(y)
-        truth = torch.bincount(y, minlength=self.classes) / n
-        for fit, published, personalized in self.plays(client, base.personalize, varies(base)):
-            calibrator, possible = self.personalizer.possible(personalized, published)
-            for choice, found in enumerate(possible):
-                at = fit, choice
-                after = personalized.logits if found.as_is else found.posterior
-                for i, predictions in enumerate((personalized.before, after)):
-                    off = (predictions.cpu().argmax(1) == y).double() - of_predictions(predictions, found.posterior)
-                    error[at][i], square[at][i] = off.sum(), off.sum() ** 2 / n
-                    within[at][i] = (off - off.mean()).square().sum()
-                mixed[at] = n * total_variation(self.personalizer.mixes(personalized, calibrator, found), truth)
-        return {"error": error, "square": square, "within": within, "mixed": mixed, "samples": torch.tensor(n)}
+        played = [size for size in (*SIZES, len(y)) if size <= len(y)]
+        error, square, within, mixed = torch.zeros(4, FITS, self.personalizer.choices, LEVELS, 2, dtype=torch.float64)
+        base = self.personalizer.base
+        for fit, published, whole in self.plays(client, base.personalize, varies(base)):
+            for level, n in zip(_levels(len(y)), played, strict=True):
+                labels, personalized = y[:n], _first(whole, n)
+                truth = torch.bincount(labels, minlength=self.classes) / n
+                calibrator, possible = self.personalizer.possible(personalized, published)
+                for choice, found in enumerate(possible):
+                    at = fit, choice, level
+                    after = personalized.logits if found.as_is else found.posterior
+                    for i, predictions in enumerate((personalized.before, after)):
+                        right = (predictions.cpu().argmax(1) == labels).double()
+                        off = right - of_predictions(predictions, found.posterior)
+                        error[at][i], square[at][i] = off.sum(), off.sum() ** 2 / n
+                        within[at][i] = (off - off.mean()).square().sum()
+                    mixed[at] = n * total_variation(self.personalizer.mixes(personalized, calibrator, found), truth)
+        samples = torch.zeros(LEVELS, dtype=torch.int64)
+        samples[_levels(len(y))] = torch.tensor(played)
+        return {"error": error, "square": square, "within": within, "mixed": mixed, "samples": samples}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        clients, fold = self.takes_part(client.id), client.id % FOLDS
-        samples = clients * carry["samples"]
-        up = {"clients": clients, "samples": samples, "squared_samples": samples * carry["samples"]}
+        taking, fold = self.takes_part(client.id).unsqueeze(1), client.id % FOLDS
+        samples = taking * carry["samples"]
+        up = {"clients": taking * (samples > 0), "samples": samples, "squared_samples": samples * carry["samples"]}
         for name in self.scales:
             # For the fit on all clients, those of a fold play with what was fitted without it: by fold, as it chose.
             up[name] = carry[name].new_zeros(2, FOLDS, *carry[name].shape[1:])
@@ -85,7 +102,7 @@ class Reliability(Fit):
         return up, carry
 
     def _chosen(self, sums: Tensor) -> Tensor:
-        """The sums of what each gate has chosen, [fits, 2]."""
+        """The sums of what each gate has chosen, [fits, levels, 2]."""
         folds = torch.arange(FOLDS)
         found = sums[:, folds, [self.personalizer.choice(fitted) for fitted in self.given.folds]]
         return torch.cat([found[0].sum(0, keepdim=True), found[1]])
@@ -93,7 +110,7 @@ class Reliability(Fit):
     def aggregate(self, server: State, total: Total, round: int) -> State:
         clients, samples = total["clients"], total["samples"]
         error, square, within, mixed = (self._chosen(total[name]) for name in self.scales)
-        k, n, squared = (value.double().unsqueeze(1) for value in (clients, samples, total["squared_samples"]))
+        k, n, squared = (value.double().unsqueeze(2) for value in (clients, samples, total["squared_samples"]))
         n = n.clamp(min=1)
         offset = error / n
         within = (within + PSEUDO_WRONG) / (n - k + PSEUDO).clamp(min=1)
@@ -105,11 +122,24 @@ class Reliability(Fit):
             "scatter": (between * (1 + squared / n.square()) + within / n).clamp(max=1),
             "mixed": mixed / n,
             "clients": clients,
-            "few": self.too_few(clients, samples).long(),
+            "few": self.too_few(clients[:, -1], samples[:, -1]).long(),
+            "size": samples[:, -1] / clients[:, -1].clamp(min=1).double(),
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"offset": (-1, 1), "scatter": (0, 1), "mixed": (0, 1), "clients": (0, math.inf), "few": (0, 1)}
+        counts = {"clients": (0, math.inf), "few": (0, 1), "size": (0, math.inf)}
+        return {"offset": (-1, 1), "scatter": (0, 1), "mixed": (0, 1)} | counts
+
+
+def _levels(samples: int) -> list[int]:
+    """The places of the sizes with which a client of so many samples plays."""
+    return [*(i for i, size in enumerate(SIZES) if size <= samples), LEVELS - 1]
+
+
+def _first(whole: Personalized, samples: int) -> Personalized:
+    """What was said about a client's first samples."""
+    posterior = None if whole.posterior is None else whole.posterior[:samples]
+    return replace(whole, before=whole.before[:samples], logits=whole.logits[:samples], posterior=posterior)
 
 
 def of_predictions(predictions: Tensor, posterior: Tensor) -> Tensor:
@@ -126,11 +156,26 @@ def estimates(before: Tensor, after: Tensor, posterior: Tensor, known: State) ->
     """The accuracy of predictions before and after, where training clients taught how far such estimates are off."""
     result = []
     changed = int(not same_predictions(before, after))
-    for i, predictions in ((0, before), (changed, after)) if (clients := enough_clients(known)) else ():
-        right = of_predictions(predictions, posterior)
-        variance = own_variance((right * (1 - right)).sum(), len(right)) + known["scatter"][i]
-        result.append(interval(right.mean().item() + known["offset"][i].item(), variance.item(), clients - 1))
+    for i, predictions in ((0, before), (changed, after)) if enough_clients(known) else ():
+        right, level = of_predictions(predictions, posterior), _level(known, len(posterior))
+        variance = own_variance((right * (1 - right)).sum(), len(right)) + known["scatter"][level, i]
+        freedom = int(known["clients"][level]) - 1
+        result.append(interval(right.mean().item() + known["offset"][level, i].item(), variance.item(), freedom))
     return result
+
+
+def _level(known: State, samples: int) -> int:
+    """The place of the size with which training clients played that teaches most about so many samples."""
+    able = [i for i, clients in enumerate(known["clients"][:-1]) if clients >= LEAST_CLIENTS[0]]
+    if samples >= known["size"] or not able:
+        return LEVELS - 1
+    return max((i for i in able if SIZES[i] <= samples), default=able[0])
+
+
+def thinness(known: State, samples: int) -> float:
+    """How many times more estimates of so few samples scatter over clients than those of a training client's own."""
+    of_all, of_few = known["scatter"][-1, 1], known["scatter"][_level(known, samples), 1]
+    return max(1.0, float(of_few / of_all.clamp(min=1e-12)))
 
 
 def same_predictions(one: Tensor, other: Tensor) -> bool:
@@ -139,7 +184,7 @@ def same_predictions(one: Tensor, other: Tensor) -> bool:
 
 def enough_clients(known: State) -> int:
     """How many training clients taught how far estimates are off; 0 where they were too few."""
-    return int(known["clients"]) if known and not known["few"] else 0
+    return int(known["clients"][-1]) if known and not known["few"] else 0
 
 
 def own_variance(sum_of_variances: Tensor, samples: int) -> Tensor:
@@ -151,9 +196,10 @@ def shown_mix(mixes: Tensor, posterior: Tensor, known: State) -> tuple[Tensor, f
     """The better of two estimates of the class mix, and how far it is off, as far as training clients taught that."""
     if not enough_clients(known):
         return mixes[0], None
-    best = int(known["mixed"].argmin())
+    mixed = known["mixed"][_level(known, len(posterior))]
+    best = int(mixed.argmin())
     chance = (posterior * (1 - posterior)).sum(0).sqrt().sum() * math.sqrt(2 / math.pi) / (2 * len(posterior))
-    return mixes[best], math.hypot(known["mixed"][best].item(), chance.item())
+    return mixes[best], math.hypot(mixed[best].item(), chance.item())
 
 
 def interval(value: float, variance: float, freedom: int = 10**6) -> Estimate:
