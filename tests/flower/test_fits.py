@@ -14,10 +14,14 @@ from tests.in_process_grid import InProcessGrid
 from tests.plugin_methods import lines, small
 from upfl import api
 from upfl.bundle import Bundle
+from upfl.contract import Fit, Personalizer, Published
+from upfl.engine.fitting import Schedule
 from upfl.engine.setup import assemble
 from upfl.flower.messages import FACTS
-from upfl.methods import PERSONALIZERS
+from upfl.methods import PERSONALIZERS, TRAININGS, personalizer_class
+from upfl.personalize.calibration import Correction
 from upfl.personalize.likeness import known_of
+from upfl.randomness import generator
 
 ALL = {"clients_per_round": 1.0, "rounds": 1, "evaluate_every": 1}
 EIGHT = "evaluate_clients=8"  # enough to calibrate by
@@ -27,7 +31,7 @@ def fitting(training: str) -> list[str]:
     """Every personalizer that goes with a training, and corrections that stand on others."""
     made = assemble(small(training)).training
     found = [kind.name for kind in PERSONALIZERS.values() if kind.name != "none" and kind.why_not(made) is None]
-    return [*found, "refit+label-shift", "tent+calibrated"]
+    return [*found, "refit+label-shift", "tent+calibrated", "atp+label-shift"]
 
 
 def messages(score: list[str], out: Path) -> list[list[str]]:
@@ -47,14 +51,48 @@ def messages(score: list[str], out: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("score", "most"), [(["label-shift"], 5), (["refit+label-shift", "label-shift", "atp"], 5), (["auto"], 6)]
+    ("score", "last"),
+    [
+        (["refit+label-shift", "label-shift", "atp"], {"gate.refit+label-shift", "reliability.refit+label-shift"}),
+        (["auto", "atp+label-shift"], {"gate.refit+label-shift", "gate.atp+label-shift", "choice.auto"}),
+    ],
 )
-def test_what_personalizers_need_takes_at_most_five_messages(score: list[str], most: int, tmp_path: Path) -> None:
-    """With `auto` it is one more: its choice comes after the gate on the refitted model."""
+def test_what_personalizers_need_takes_at_most_five_messages(score: list[str], last: set[str], tmp_path: Path) -> None:
     asked = messages(score, tmp_path / "run")
-    assert len(asked) <= most
+    assert len(asked) <= 5
     assert sum("likeness.none" in keys for keys in asked) == 4
-    assert {"gate.label-shift", "reliability.label-shift"} <= set(asked[-1 if most == 5 else -2])
+    assert last <= set(asked[-1])
+
+
+def longest(personalizers: list[Personalizer[Any]]) -> int:
+    """How many messages what they need takes, where no fit is done before its last round."""
+    schedule, running, count = Schedule(personalizers, Published({}, 1), lambda what: None), dict[str, Fit](), 0
+    left: dict[str, int] = {}
+    while running := running | (begun := schedule.ready()):
+        left |= {key: fit.rounds for key, fit in begun.items()}
+        count += 1
+        for key, fit in list(running.items()):
+            left[key] -= 1
+            if not left[key]:
+                schedule.finished(key, running.pop(key), fit.init(generator(0)), 0)
+    return count
+
+
+@pytest.mark.parametrize("training", [name for name, kind in TRAININGS.items() if not kind.publishes_memory])
+def test_no_personalizer_and_no_correction_of_one_needs_more_than_five_messages(training: str) -> None:
+    """Alone, and all together. A correction of a correction stands on two calibrations, and takes up to nine."""
+    made = assemble(small(training)).training
+    corrections = {name for name, kind in PERSONALIZERS.items() if issubclass(kind, Correction)}
+    pairs = [f"{base}+{name}" for base in PERSONALIZERS if base != "none" for name in corrections]
+    kinds = [kind for kind in map(personalizer_class, [*PERSONALIZERS, *pairs]) if kind.why_not(made) is None]
+    few, many = list[Personalizer[Any]](), list[Personalizer[Any]]()
+    for kind in kinds:
+        corrected = kind.name.rpartition("+")[0] in {*corrections, "auto"}
+        (many if corrected else few).append(kind(made, kind.Hyper()))
+    assert {"auto", "label-shift", "lame+label-shift"} <= {one.name for one in few}
+    assert {one.name: count for one in few if (count := longest([one])) > 5} == {}
+    assert longest(few) == 5
+    assert {one.name: count for one in many if (count := longest([one])) > 9} == {}
 
 
 @pytest.mark.bits
