@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,16 @@ def messages(score: list[str], out: Path) -> list[list[str]]:
         (["auto", "atp+label-shift"], {"gate.refit+label-shift", "gate.atp+label-shift", "choice.auto"}),
     ],
 )
-def test_what_personalizers_need_takes_at_most_five_messages(score: list[str], last: set[str], tmp_path: Path) -> None:
+def test_what_personalizers_need_takes_at_most_five_messages(
+    score: list[str], last: set[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says of each what it is about, and in which round it is."""
+    caplog.set_level("INFO")
     asked = messages(score, tmp_path / "run")
     assert len(asked) <= 5
+    assert len(re.findall(r"fit .*: 8 of 8 replies", caplog.text)) == len(asked)
+    assert re.search(r"fit .*discriminant.refit, .*likeness.none 1 of 4", caplog.text)
+    assert re.search(r"fit .*calibration.refit 2 of 3.*: 8 of 8 replies", caplog.text)
     assert sum("likeness.none" in keys for keys in asked) == 4
     assert last <= set(asked[-1])
 
@@ -112,8 +120,11 @@ def test_every_fit_has_the_engines_bits_in_the_clear_and_securely(training: str,
     assert "train.fit" not in {step for _, step, _ in grid.asked}, "nothing in the clear"
 
 
-def test_a_later_step_of_a_secure_fit_is_tried_again_with_those_that_are_left(keys: Path, tmp_path: Path) -> None:
+def test_a_later_step_of_a_secure_fit_is_tried_again_with_those_that_are_left(
+    keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Four of eight at the second step: those that remain still have what the step before left them."""
+    caplog.set_level("INFO")
     config = small("fedavg", EIGHT, score=["calibrated"], **ALL)
     grid, masks = LinkGrid(secure_nodes(keys)), dict.fromkeys(nodes(), 0)
 
@@ -125,3 +136,6 @@ def test_a_later_step_of_a_secure_fit_is_tried_again_with_those_that_are_left(ke
     federated(config, tmp_path / "run", grid, secure=True, timeout=0.3)
     fits = lines(tmp_path / "run")[-1]["fits"]
     assert fits["calibration.none"]["left_out"] == fits["reliability.calibrated"]["left_out"] == 4
+    assert re.search(r"fit calibration.none 2 of 4, .*likeness.none 2 of 4.*: mask: 4 of 8 replies", caplog.text)
+    assert re.search(r"fit calibration.none 2 of 4, .*: mask: 4 of 4 replies", caplog.text)
+    assert re.search(r"fit reliability.calibrated: unmask", caplog.text)

@@ -56,7 +56,7 @@ class NodeFitting(Fitting):
         self.lose(gone)
 
     def __str__(self) -> str:
-        return f"{self.key} {self.round + 1}{f' of {self.fit.rounds}' if self.fit.rounds > 1 else ''}"
+        return f"{self.key} {self.round + 1} of {self.fit.rounds}" if self.fit.rounds > 1 else self.key
 
     def lose(self, failed: Mapping[int, str]) -> bool:
         """Go on without those that failed; says whether there were such."""
