@@ -1,15 +1,16 @@
 """How near few rounds of sums come to the best calibration: `python -m benchmarks.calibration RUN...`.
 
-For each run folder, the calibration of its last state and, where it can be refitted, of that with the refitted layer:
-over the first clients that validate (--clients), against Newton's method on their pooled scores until no step helps.
-Prints how many nats of cross-entropy, with what holds a and b, the federation's calibration is above the least; how far
-any probability is from the best one's; and how far pi is from the mean posterior.
+For each run folder, the calibration of what personalizers (--score) make of its last state: over the first clients that
+validate (--clients), against Newton's method on their pooled scores until no step helps. Prints how many nats of
+cross-entropy, with what holds a and b, the federation's calibration is above the least; how far any probability is from
+the best one's; and how far pi is from the mean posterior.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from upfl.engine.fitting import clients_of, run_fit
 from upfl.engine.folder import RunFolder
 from upfl.engine.group import Group
 from upfl.engine.rounds import Engine, one_thread
+from upfl.methods import personalizer_class
 from upfl.personalize.calibration import Calibration
 from upfl.personalize.newton import Newton, newton_sums
-from upfl.personalize.nothing import Nothing
-from upfl.personalize.refit import Refit
 
 
 class Pooled:
@@ -61,16 +61,18 @@ class Pooled:
         return (theta[0, 0] * self.scores[0] + theta[0, 1:]).softmax(1)
 
 
-def measure(engine: Engine, personalizer: Personalizer, given: CrossFitted, most: int) -> CrossFitted:  # type: ignore[type-arg]
+def measure(engine: Engine[Any], personalizer: Personalizer[Any], most: int, rounds: int) -> None:
+    given = CrossFitted(engine.published())
     population = Population(engine.federation, engine.setup.inputs, engine.config.seed)
     for need in personalizer.needs():
         clients = [population.training(id) for id in clients_of(need.kind, engine.federation)]
         stage = need.stage(given)
         given = given.plus(stage.results(run_fit(stage, clients, engine.config.seed, Group())[0]))
     fit = Calibration(personalizer, given)
+    fit.rounds = rounds or fit.rounds  # type: ignore[misc]
     clients = [population.training(id) for id in clients_of(Calibration, engine.federation)][:most]
     found = fit.fitted(run_fit(fit, clients, engine.config.seed, Group())[0], 0)
-    memories = [fit.memory(client) for client in clients]
+    memories = [{name: value.detach() for name, value in fit.memory(client).items()} for client in clients]
     pooled = Pooled(fit, torch.cat([m["scores"][0] for m in memories]), torch.cat([m["y"] for m in memories]))
     ours, (least, theirs) = torch.cat([found["scale"].view(1), found["bias"]]).unsqueeze(0), pooled.best()
     smoothed = pooled.posterior(ours).mean(0) + (1e-4 if fit.classes >= 62 else 1e-6)
@@ -81,21 +83,21 @@ def measure(engine: Engine, personalizer: Personalizer, given: CrossFitted, most
         f"pi by {(smoothed / smoothed.sum() - found['prior']).abs().max():.0e}",
         flush=True,
     )
-    return given
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--clients", type=int, default=60)
+    parser.add_argument("--score", default="none,refit", help="personalizers whose predictions are calibrated")
+    parser.add_argument("--rounds", type=int, default=0, help="of sums at most; by default as many as there are")
     asked = parser.parse_args()
     for path in asked.runs:
         engine = Engine.standing(RunFolder.open(path))
-        kinds = [kind for kind in (Nothing, Refit) if kind.why_not(engine.training) is None]
-        with one_thread(), torch.no_grad():
-            for kind in kinds:
-                personalizer: Personalizer = kind(engine.training, kind.Hyper())  # type: ignore[type-arg]
-                measure(engine, personalizer, CrossFitted(engine.published()), asked.clients)
+        with one_thread():
+            for kind in map(personalizer_class, asked.score.split(",")):
+                if kind.why_not(engine.training) is None:
+                    measure(engine, kind(engine.training, kind.Hyper()), asked.clients, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from tests.helpers.flower import BAD, CLIENTS, Watch, federated, nodes, own_data
 from tests.helpers.secure_grid import LinkGrid, assert_same_but_for_costs, secure_nodes
 from tests.in_process_grid import InProcessGrid
 from tests.plugin_methods import lines, result, small
 from upfl.errors import StoppedError
-from upfl.flower.messages import ARRAYS, SECURE, from_record, to_record
+from upfl.flower.messages import ARRAYS, SECURE, from_record, problem_in, to_record
 from upfl.flower.training_node import TrainingNode
 from upfl.methods import TRAININGS
 
@@ -233,6 +233,32 @@ def test_a_link_that_names_the_same_sum_otherwise_is_refused(keys: Path, tmp_pat
             message.content[SECURE] = ConfigRecord({**record, "name": "train/77"})
 
     cheated(keys, tmp_path / "run", rename, r"the sum train/77 is not what it is asked for \(train/0\)")
+
+
+def test_a_link_that_replays_a_round_is_refused(keys: Path, tmp_path: Path) -> None:
+    """A node remembers from message to message what it has given its part of."""
+    grid = LinkGrid(secure_nodes(keys))
+
+    def replay(node: int, message: Message) -> None:
+        record = dict(message.content.config_records.get(SECURE) or {})
+        if record.get("name") == "train/1":
+            message.content[SECURE] = ConfigRecord({**record, "name": "train/0"})  # type: ignore[dict-item]
+
+    grid.cheat = replay
+    with pytest.raises(StoppedError, match="given its part of the sum train/0 already, and gives it once"):
+        federated(small("fedavg", rounds=2, **ALL), tmp_path / "run", grid, secure=True, timeout=0.2)
+    assert [line["clients"] for line in lines(tmp_path / "run")] == [8]
+
+
+def test_a_link_that_asks_for_the_other_share_of_a_node_is_refused(keys: Path, tmp_path: Path) -> None:
+    """Once masks came off for a set of nodes, no other set is signed: its shares would be the others."""
+    grid = LinkGrid(secure_nodes(keys))
+    federated(small("fedavg", rounds=1, **ALL), tmp_path / "run", grid, secure=True)
+    for node in nodes():
+        asked = RecordDict({SECURE: ConfigRecord({"step": "agree", "live": [0, 1, 2, 3, 4, 5]})})
+        (reply,) = grid.pull_messages(grid.push_messages([Message(asked, node, "query.secure", ttl=5)]))
+        assert "out of turn: it is agreed, not masked" in str(problem_in(reply))
+        assert not reply.content.config_records.get(SECURE)
 
 
 def test_a_node_whose_part_is_no_number_keeps_it_and_says_nothing_of_it(

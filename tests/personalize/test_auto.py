@@ -104,15 +104,16 @@ def test_the_better_model_is_the_one_that_is_so_without_label_shift(
     """Label-shift on the other one gets more labels right: that may be for want of labels, and does not decide."""
     certain = {0: (1.0, 0.3, 0.3, 1.0), 1: (0.3, 1.0, 1.0, 0.3)}[better]  # calibrated, label-shift of each model
     here = world([even(4)] * 10, [even(4)] * 2, samples=30, apart=2.0)
-    made = auto.Auto.corrected
+    made = auto.Auto.all_corrected
 
-    def altered(self: auto.Auto, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
+    def altered(self: auto.Auto, uncorrected: list[Personalized], published: Published) -> list[list[Personalized]]:
         results = made(self, uncorrected, published)
         for place, factor in zip((0, 2, 3, 4), certain, strict=True):
-            results[place] = replace(results[place], logits=factor * results[auto.NONE].before, posterior=None)
+            logits = factor * results[auto.NONE][0].before
+            results[place] = [replace(one, logits=logits, posterior=None) for one in results[place]]
         return results
 
-    monkeypatch.setattr(auto.Auto, "corrected", altered)
+    monkeypatch.setattr(auto.Auto, "all_corrected", altered)
     fitted = here.fit("auto").published.fitted
     assert int(fitted["choice.auto.measure"]) == better
 

@@ -199,6 +199,19 @@ class Fit(Stage[Hyper]):
         taking[self.part_of(client)] = 1
         return taking
 
+    def by_fold(self, values: Tensor, client: int) -> Tensor:
+        """A client's part in each fit, where a gate is to choose later: [fits, ...] to [2, folds, ...].
+
+        For the fit on all clients, those of a fold play with what was fitted without it: summed by fold, as it chooses.
+        """
+        parts = values.new_zeros(2, FOLDS, *values.shape[1:])
+        parts[0, client % FOLDS], parts[1] = values[0], values[1:]
+        return parts
+
+    def over_folds(self, chosen: Tensor) -> Tensor:
+        """The sums of each fit, of what each fold's gate has chosen: [2, folds, ...] to [fits, ...]."""
+        return torch.cat([chosen[0].sum(0, keepdim=True), chosen[1]])
+
     def too_few(self, clients: Tensor, labels: Tensor) -> Tensor:
         """Whether so many clients and labels, of each fit, are too few to teach more than harm: [fits]."""
         return (clients < torch.tensor(LEAST_CLIENTS)) | (labels < self.classes)

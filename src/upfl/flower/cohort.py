@@ -200,11 +200,10 @@ class NodeCohort(Cohort):
     def _server(self, round: int) -> ArrayRecord:
         return to_record(self.setup.training.sent(self.progress.server, round))
 
-    def work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord) -> Work:
+    def work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord, title: str = "") -> Work:
         """What nodes compute their parts of a secure sum from."""
-        return Work(
-            {"terms": self.terms.model_dump_json(), "work": work, "round": round, **facts}, arrays, self._memory_facts
-        )
+        known = {"terms": self.terms.model_dump_json(), "work": work, "round": round, **facts}
+        return Work(known, arrays, self._memory_facts, title)
 
     def _add(self, reply: Message, total: FixedPointSum) -> None:
         """Add what a node sent to the sum, or refuse it and change nothing."""

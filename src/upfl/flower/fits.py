@@ -40,7 +40,7 @@ class Nodes(Protocol):
 
     def exchange(self, sent: Sequence[Message], what: str) -> Iterator[tuple[int, Message]]: ...
 
-    def work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord) -> Any: ...
+    def work(self, work: str, round: int, facts: Mapping[str, Any], arrays: ArrayRecord, title: str = "") -> Any: ...
 
 
 class NodeFitting(Fitting):
@@ -56,7 +56,7 @@ class NodeFitting(Fitting):
         self.lose(gone)
 
     def __str__(self) -> str:
-        return f"{self.key} {self.round + 1}"
+        return f"{self.key} {self.round + 1} of {self.fit.rounds}" if self.fit.rounds > 1 else self.key
 
     def lose(self, failed: Mapping[int, str]) -> bool:
         """Go on without those that failed; says whether there were such."""
@@ -151,7 +151,7 @@ class NodeFits:
         failed = {cohort.nodes[message.metadata.dst_node_id]: cohort.late for message in messages}
         for one in running:
             one.total.reset(cohort.setup.clients)
-        for node, reply in cohort.exchange(messages, f"fit {', '.join(map(str, running))}"):
+        for node, reply in cohort.exchange(messages, _title(running)):
             client = cohort.nodes[node]
             try:
                 _add(reply, client, running)
@@ -165,11 +165,16 @@ class NodeFits:
         assert sums is not None
         facts, arrays = self._asked(given, running)
         total = SideBySide(running)
-        work = cohort.work("fit", round, facts | {"sizes": total.sizes}, to_record(arrays))
+        work = cohort.work("fit", round, facts | {"sizes": total.sizes}, to_record(arrays), _title(running))
         left_out: dict[int, str] = sums.add(work, set().union(*(one.members for one in running)), total)
         self.gone |= left_out
         lost = [one.lose(left_out) for one in running]
         return any(lost)
+
+
+def _title(running: Sequence[NodeFitting]) -> str:
+    """What a message is about, for the log: each fit, and which of its rounds at most it is."""
+    return f"fit {', '.join(map(str, running))}"
 
 
 def _add(reply: Message, client: int, running: Sequence[NodeFitting]) -> None:

@@ -41,6 +41,7 @@ class Work:
     facts: Mapping[str, Any]  # for everybody; with `terms`, `work` and `round`
     arrays: ArrayRecord
     own: Callable[[int], Mapping[str, Any]] = lambda client: {}  # for one client alone
+    title: str = ""  # for the log, where the sum's name says too little
 
 
 class SecureSums:
@@ -153,7 +154,7 @@ class _Attempt:
         messages = [self._message(node_of[c], name, c, what) for c, what in asked.items() if c in node_of]
         self.why |= dict.fromkeys(asked, f"did not reply in time ({name})")
         kind = str(self.work.facts["work"])
-        for node, reply in self.sums.exchange(messages, f"{self.session.name}: {name}"):
+        for node, reply in self.sums.exchange(messages, f"{self.work.title or self.session.name}: {name}"):
             client = self.sums.nodes().get(node)
             if client is None:
                 continue

@@ -48,9 +48,9 @@ there it promises most and keeps least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
@@ -58,6 +58,7 @@ from torch import Tensor
 
 from upfl.contract import (
     FITS,
+    FOLDS,
     Client,
     CrossFitted,
     Fit,
@@ -74,7 +75,6 @@ from upfl.personalize.calibration import Calibrated, Calibrator, Correction, fit
 from upfl.personalize.estimate import (
     TOO_FEW,
     Reliability,
-    accuracy_of,
     enough_clients,
     interval,
     own_variance,
@@ -82,13 +82,15 @@ from upfl.personalize.estimate import (
     thinness,
 )
 from upfl.personalize.fedtta import EarlyStopped, OneStep
-from upfl.personalize.label_shift import SLIP, LabelShift
+from upfl.personalize.label_shift import SLIP, Gate, LabelShift
 from upfl.personalize.nothing import Nothing
 from upfl.personalize.refit import Refit
 from upfl.state import State
 
 SPREAD = 0.01  # how far estimates are off, a priori
 NONE, LABEL_SHIFT = 1, 2  # their places among the candidates
+R = TypeVar("R")
+Correct = Callable[[Correction[Any], Personalized, Published], list[Personalized]]
 
 
 class AutoHyper(Hyper):
@@ -117,8 +119,22 @@ class Auto(Personalizer[AutoHyper]):
     @property
     def candidates(self) -> list[str]:
         """Those on the published model, on the refitted one, and the adaptations."""
-        calibrated, *others = (one.name for one in self.corrections)
-        return [calibrated, self.models[0].name, *others, *(one.name for one in self.adapted)]
+        return self._each(
+            [one.name for one in self.corrections], self.models[0].name, [one.name for one in self.adapted]
+        )
+
+    def _each(self, corrections: list[R], none: R, adapted: list[R]) -> list[R]:
+        """Something of each candidate, in their order."""
+        return [corrections[0], none, *corrections[1:], *adapted]
+
+    @property
+    def options(self) -> list[int]:
+        """How many each candidate may come to, as a gate chooses."""
+        return self._each([one.choices for one in self.corrections], 1, [1] * len(self.adapted))
+
+    def chosen(self, fitted_so_far: State) -> list[int]:
+        """Which of them the gates have chosen."""
+        return self._each([one.choice(fitted_so_far) for one in self.corrections], 0, [0] * len(self.adapted))
 
     @property
     def of_models(self) -> list[list[int]]:
@@ -136,14 +152,19 @@ class Auto(Personalizer[AutoHyper]):
         return Nothing.why_not(training)
 
     def needs(self) -> tuple[Need, ...]:
-        return (*(need for one in self.corrections for need in one.needs()), Need.of(Choice, self))
+        needs = [need for one in self.corrections for need in one.needs()]
+        gates = [need for need in needs if need.kind is Gate]
+        before = [need for need in needs if need.kind not in (Gate, Reliability)]
+        return (*needs, Need.of(Choice, self, before, gates))
 
     def personalize(self, published: Published, client: Unlabelled, memory: State | None = None) -> Personalized:
         known = fitted(published, f"{Choice.key}.{self.name}")
         results = self.corrected(self.uncorrected(published, client), published)
         better = int(known["measure"])
         by = self.of_models[better][-1]
-        value, chance = measured(results, by)
+        value, chance = measured(
+            posterior_of(results[by]), torch.stack([one.logits.argmax(1).cpu() for one in results])
+        )
         expected = value + known["offset"]
         chosen = choose(expected, known["covariance"], self.order(better))
         reliability = fitted(published, f"{Reliability.key}.{LabelShift.name}")
@@ -171,13 +192,20 @@ class Auto(Personalizer[AutoHyper]):
 
     def corrected(self, uncorrected: list[Personalized], published: Published) -> list[Personalized]:
         """What each candidate comes to."""
+        return [one for (one,) in self._candidates(uncorrected, published, lambda *of: [of[0].corrected(*of[1:])])]
+
+    def all_corrected(self, uncorrected: list[Personalized], published: Published) -> list[list[Personalized]]:
+        """The same by every choice of the gates."""
+        return self._candidates(uncorrected, published, lambda *of: of[0].all_corrected(*of[1:]))
+
+    def _candidates(
+        self, uncorrected: list[Personalized], published: Published, correct: Correct
+    ) -> list[list[Personalized]]:
         models, adapted = uncorrected[: len(self.models)], uncorrected[len(self.models) :]
         bases = [model for model in models for _ in (Calibrated, LabelShift)]
-        calibrated, *others = (
-            one.corrected(base, published) for one, base in zip(self.corrections, bases, strict=True)
-        )
+        corrected = [correct(one, base, published) for one, base in zip(self.corrections, bases, strict=True)]
         none = tempered(models[0], Calibrator.of(published, self.models[0].name))
-        return [calibrated, none, *others, *adapted]
+        return self._each(corrected, [none], [[one] for one in adapted])
 
     def _in_percent(self, expected: Tensor) -> str:
         percent = (100 * expected).clamp(0, 100).tolist()
@@ -188,10 +216,8 @@ def _made(kind: type[Correction[Any]], training: Training[Any]) -> Correction[An
     return kind(training, kind.Hyper())
 
 
-def measured(results: list[Personalized], by: int) -> tuple[Tensor, Tensor]:
-    """e of the candidates, and its covariance, r given: label-shift's, at place `by`."""
-    posterior = posterior_of(results[by])
-    predicted = torch.stack([one.logits.argmax(1).cpu() for one in results])  # [candidates, n]
+def measured(posterior: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
+    """e of predictions [candidates, n] by a posterior r, and its covariance, r given."""
     right = posterior.gather(1, predicted.T).T
     same = predicted.unsqueeze(1) == predicted
     chance = (same * right).sum(2) - right @ right.T
@@ -226,7 +252,11 @@ def refitted_is_better(gain: Tensor, squares: Tensor, clients: Tensor) -> Tensor
 
 
 class Choice(Fit):
-    """How far the candidates' estimates are off, on training clients that play the newcomer."""
+    """How far the candidates' estimates are off, on training clients that play the newcomer.
+
+    Which label-shift is meant, the gates say. Clients sum for each that they may choose, so that gates and choice go in
+    one message.
+    """
 
     key = "choice"
     scales: ClassVar = {"gain": 30, "squares": 20}
@@ -235,7 +265,6 @@ class Choice(Fit):
     def __init__(self, personalizer: Auto, given: CrossFitted) -> None:
         super().__init__(personalizer, given)
         self.candidates = len(personalizer.candidates)
-        self.shape = FITS, len(personalizer.models), self.candidates
 
     def init(self, generator: torch.Generator) -> State:
         return {
@@ -245,50 +274,67 @@ class Choice(Fit):
             "scatter": torch.zeros(FITS, self.candidates, dtype=torch.float64),
         }
 
-    def memory(self, client: Client) -> State:
-        """For each fit and model: how far estimates by it are off, by chance how far, and the labels' likelihood."""
-        y = self.labels(client)
-        error = torch.zeros(self.shape, dtype=torch.float64)
-        chance = torch.zeros(*self.shape, self.candidates, dtype=torch.float64)
-        loss = torch.zeros(self.shape[:2], dtype=torch.float64)
-        for fit, published, uncorrected in self.plays(client, self.personalizer.uncorrected):
-            results = self.personalizer.corrected(uncorrected, published)
-            truth = torch.tensor([accuracy_of(one.logits, y) for one in results])
-            for i, (calibrated, *_, by) in enumerate(self.personalizer.of_models):
-                value, chance[fit, i] = measured(results, by)
-                error[fit, i] = truth - value
-                loss[fit, i] = slipping_loss(posterior_of(results[calibrated]), y)
-        gain = loss[:, 0] - loss[:, -1]
-        return {"error": error, "chance": chance, "gain": gain, "samples": torch.tensor(len(y))}
-
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        error, chance = carry["error"], carry["chance"]
-        taking = self.takes_part(client.id)
-        weight = (taking * carry["samples"].double() / 1024).view(-1, 1, 1)  # a power of two, which cancels
-        square = weight.square()
-        return {
-            "clients": taking,
-            "gain": carry["gain"],
-            "squares": carry["gain"].square(),
-            "weight": weight,
-            "error": weight * error,
-            "excess": weight * (error.square() - chance.diagonal(dim1=2, dim2=3)),
-            "square": square,
+        """For each model and choice of its label-shift: how far estimates by it are off, and how far by chance."""
+        y, models = self.labels(client), self.personalizer.of_models
+        shape = FITS, len(models), LabelShift.choices, sum(self._options(models[0][-1]))
+        error, loss = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[:2], dtype=torch.float64)
+        chance = torch.zeros(*shape, shape[-1], dtype=torch.float64)
+        for fit, published, uncorrected in self.plays(client, self.personalizer.uncorrected):
+            possible = self.personalizer.all_corrected(uncorrected, published)
+            predicted = [torch.stack([one.logits.argmax(1).cpu() for one in options]) for options in possible]
+            for i, (calibrated, *_, by) in enumerate(models):
+                loss[fit, i] = slipping_loss(posterior_of(possible[calibrated][0]), y)
+                for choice, measure in enumerate(possible[by]):
+                    compared = torch.cat([*predicted[:by], predicted[by][[choice]], *predicted[by + 1 :]])
+                    value, chance[fit, i, choice] = measured(posterior_of(measure), compared)
+                    error[fit, i, choice] = (compared == y).double().mean(1) - value
+        gain, taking = loss[:, 0] - loss[:, -1], self.takes_part(client.id)
+        weight = taking.double() * len(y) / 1024  # a power of two, which cancels
+        weights = weight.view(-1, 1, 1, 1)
+        square = weights.square()
+        parts = {
+            "error": weights * error,
+            "excess": weights * (error.square() - chance.diagonal(dim1=3, dim2=4)),
             "square_error": square * error,
-            "square_product": square.unsqueeze(3) * error.unsqueeze(3) * error.unsqueeze(2),
-            "chance": square.unsqueeze(3) * chance,
-        }, carry
+            "square_product": square.unsqueeze(4) * error.unsqueeze(4) * error.unsqueeze(3),
+            "chance": square.unsqueeze(4) * chance,
+        }
+        up = {"clients": taking, "gain": gain, "squares": gain.square(), "weight": weight, "square": weight.square()}
+        return up | {name: self.by_fold(value, client.id) for name, value in parts.items()}, {}
+
+    def _options(self, by: int) -> list[int]:
+        """How many each candidate has beside a measure, which is a single one."""
+        return [1 if k == by else count for k, count in enumerate(self.personalizer.options)]
+
+    def _chosen(self, sums: Tensor, better: Tensor) -> Tensor:
+        """The sums of what the gates have chosen, by the better model's measure, [fits, candidates, ...]."""
+        found = [
+            self._read(part, int(model), fitted)
+            for parts, models in zip(sums, (better[:1].expand(FOLDS), better[1:]), strict=True)
+            for part, model, fitted in zip(parts, models, self.given.folds, strict=True)
+        ]
+        return self.over_folds(torch.stack([torch.stack(found[:FOLDS]), torch.stack(found[FOLDS:])]))
+
+    def _read(self, sums: Tensor, model: int, fitted_so_far: State) -> Tensor:
+        by, chosen = self.personalizer.of_models[model][-1], self.personalizer.chosen(fitted_so_far)
+        sums, options = sums[model, chosen[by]], self._options(by)
+        places = [sum(options[:k]) + chosen[k] * (k != by) for k in range(self.candidates)]
+        for axis in range(sums.dim()):
+            sums = sums.index_select(axis, torch.tensor(places))
+        return sums
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         """m and V, with n^2 (error - m)(error - m)^T summed by its terms; then what stands above."""
+        models = len(self.personalizer.models)
         better = torch.where(
-            refitted_is_better(total["gain"], total["squares"], total["clients"].double()), self.shape[1] - 1, 0
+            refitted_is_better(total["gain"], total["squares"], total["clients"].double()), models - 1, 0
         )
         by = {
-            name: total[name][torch.arange(FITS), better]
+            name: self._chosen(total[name], better)
             for name in ("error", "excess", "square_error", "square_product", "chance")
         }
-        weight, square = total["weight"].view(-1, 1).clamp(min=1e-9), total["square"]
+        weight, square = total["weight"].view(-1, 1).clamp(min=1e-9), total["square"].view(-1, 1, 1)
         clients = total["clients"].double().view(-1, 1, 1)
         m = by["error"] / weight
         mixed = by["square_error"].unsqueeze(2) * m.unsqueeze(1)
@@ -305,7 +351,12 @@ class Choice(Fit):
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        return {"measure": (0, self.shape[1] - 1), "offset": (-1, 1), "covariance": (-1, 1), "scatter": (0, 1)}
+        return {
+            "measure": (0, len(self.personalizer.models) - 1),
+            "offset": (-1, 1),
+            "covariance": (-1, 1),
+            "scatter": (0, 1),
+        }
 
     def facts(self, server: State) -> dict[str, float]:
         names = self.personalizer.candidates

@@ -295,7 +295,8 @@ class Correction(Personalizer[H]):
 
     def needs(self) -> tuple[Need, ...]:
         before = self.base.needs()
-        known = (*before, Need.of(Calibration, self.base, before))
+        # How far the base's estimates are off tells nothing of its predictions.
+        known = (*before, Need.of(Calibration, self.base, [one for one in before if one.kind is not Reliability]))
         own = tuple(need if need.after is not None else need.standing_on(known) for need in self.own_needs())
         chooses = self.choices > 1
         reliability = Need.of(Reliability, self, known if chooses else (*known, *own), own if chooses else ())
@@ -312,12 +313,7 @@ class Correction(Personalizer[H]):
         """What the base came to, corrected."""
         calibrator, found = self.found(base, published)
         known = select(published.fitted, f"{Reliability.key}.{self.name}")
-        if found.as_is:
-            made = replace(tempered(base, calibrator), posterior=found.posterior)
-        else:
-            logits = found.posterior.clamp(min=1e-300).log().to(base.logits)
-            predictor = calibrator.predictor(base.predictor, found.mix)
-            made = replace(base, logits=logits, predictor=predictor, posterior=None)
+        made = _made(base, calibrator, found)
         mix, mix_error = shown_mix(self.mixes(base, calibrator, found), found.posterior, known)
         diary = replace(
             base.diary,
@@ -342,6 +338,11 @@ class Correction(Personalizer[H]):
             return calibrator, [unchanged] * self.choices
         return calibrator, self.all_corrections(base, calibrator, published)
 
+    def all_corrected(self, base: Personalized, published: Published) -> list[Personalized]:
+        """What the base comes to by every choice, with the base's diary."""
+        calibrator, possible = self.possible(base, published)
+        return [_made(base, calibrator, found) for found in possible]
+
     def choice(self, fitted_so_far: State) -> int:
         """Which of the corrections what was fitted has chosen."""
         return 0
@@ -361,6 +362,14 @@ class Correction(Personalizer[H]):
     @abstractmethod
     def correct(self, base: Personalized, calibrator: Calibrator, published: Published) -> Corrected:
         """What becomes of the base's logits."""
+
+
+def _made(base: Personalized, calibrator: Calibrator, found: Corrected) -> Personalized:
+    """The base with its logits and its predictor corrected."""
+    if found.as_is:
+        return replace(tempered(base, calibrator), posterior=found.posterior)
+    logits = found.posterior.clamp(min=1e-300).log().to(base.logits)
+    return replace(base, logits=logits, predictor=calibrator.predictor(base.predictor, found.mix), posterior=None)
 
 
 def _if_too_few(base: Personalized, calibrator: Calibrator) -> Corrected | None:

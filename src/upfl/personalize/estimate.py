@@ -92,20 +92,15 @@ class Reliability(Fit):
         return {"error": error, "square": square, "within": within, "mixed": mixed, "samples": samples}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
-        taking, fold = self.takes_part(client.id).unsqueeze(1), client.id % FOLDS
+        taking = self.takes_part(client.id).unsqueeze(1)
         samples = taking * carry["samples"]
         up = {"clients": taking * (samples > 0), "samples": samples, "squared_samples": samples * carry["samples"]}
-        for name in self.scales:
-            # For the fit on all clients, those of a fold play with what was fitted without it: by fold, as it chose.
-            up[name] = carry[name].new_zeros(2, FOLDS, *carry[name].shape[1:])
-            up[name][0, fold], up[name][1] = carry[name][0], carry[name][1:]
-        return up, carry
+        return up | {name: self.by_fold(carry[name], client.id) for name in self.scales}, carry
 
     def _chosen(self, sums: Tensor) -> Tensor:
         """The sums of what each gate has chosen, [fits, levels, 2]."""
-        folds = torch.arange(FOLDS)
-        found = sums[:, folds, [self.personalizer.choice(fitted) for fitted in self.given.folds]]
-        return torch.cat([found[0].sum(0, keepdim=True), found[1]])
+        choices = [self.personalizer.choice(fitted) for fitted in self.given.folds]
+        return self.over_folds(sums[:, torch.arange(FOLDS), choices])
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         clients, samples = total["clients"], total["samples"]

@@ -157,6 +157,20 @@ def test_no_member_reveals_both_shares_of_a_peer() -> None:
     )
 
 
+def test_of_a_peer_that_remains_its_seeds_share_is_revealed_and_of_one_that_does_not_its_keys() -> None:
+    federation, _, _ = upto("agree")
+    live = [0, 1, 2, 3]
+    signatures = {client: federation.ask(client, "agree", live) for client in live}
+    for client in live:
+        held = dict(zip(federation.states[client]["shares.of"], federation.states[client]["shares"], strict=True))
+        keys, seeds = ({peer: share[part] for peer, share in held.items()} for part in (slice(32), slice(32, 64)))
+        revealed = federation.ask(client, "unmask", signatures)
+        assert revealed == {peer: seeds[peer] for peer in live} | {4: keys[4]}
+        with pytest.raises(RefusedError, match="out of turn"):
+            federation.ask(client, "agree", range(CLIENTS))
+        assert federation.ask(client, "unmask", signatures) == revealed
+
+
 def test_different_sets_of_those_that_remain_get_no_share_from_anybody() -> None:
     federation, _, _ = upto("agree")
     sets = {0: range(5), 1: range(5), 2: range(5), 3: [1, 2, 3, 4], 4: [1, 2, 3, 4]}
