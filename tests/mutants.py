@@ -6,8 +6,6 @@
 A fault is made in a copy of the tree, in a temporary folder. Tests of the file run until the first that fails.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ Below them, what tests of whole runs share: small runs, what is to be equal of t
 worker (`*`: any). It is read when it is needed, so that a resumed run can be spared what stopped the first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

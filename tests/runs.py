@@ -1,7 +1,5 @@
 """Whole runs: what they leave behind, compared to the bit; runs that are stopped; workers that are threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The house itself: which package may import which, and how long a file may be."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path

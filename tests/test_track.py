@@ -1,7 +1,5 @@
 """Trackers: what TensorBoard and MLflow read back is what the run's metrics say, also after a resumption."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bundles on the command line."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Bundles that do not fit are refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

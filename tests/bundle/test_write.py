@@ -1,7 +1,5 @@
 """What goes into a bundle, comes back to the same bits, and what must not be in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A wide terminal, and a finished run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What `resume` and `show` say of damaged run folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

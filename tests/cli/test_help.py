@@ -1,7 +1,5 @@
 """Help: every command has it, at once and complete, with an example that is a valid command."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`upfl methods`."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Names and values that do not fit are refused, with the nearest that does."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

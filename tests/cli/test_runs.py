@@ -1,7 +1,5 @@
 """Training, resuming and showing on the command line: what people read and what scripts take from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

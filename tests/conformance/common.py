@@ -1,7 +1,5 @@
 """The table of trainings and personalizers under test, and what the checks of the contract are made of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the checks of the contract share: the suite's own training is known, and a training's parts are made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

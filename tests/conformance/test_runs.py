@@ -1,7 +1,5 @@
 """Runs of every training: the same bits for any number of workers and after a stop, and clients that go wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

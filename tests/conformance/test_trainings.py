@@ -1,7 +1,5 @@
 """What the contract asks of a training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

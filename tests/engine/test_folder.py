@@ -1,7 +1,5 @@
 """Damaged run folders are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A client more or a client less: sums taken away and added to the bit; nothing of whoever left in what is fitted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs in one process: what a run folder says, who takes part, and who is left out."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

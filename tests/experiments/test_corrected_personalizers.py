@@ -1,7 +1,5 @@
 """The names of corrected personalizers, from end to end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

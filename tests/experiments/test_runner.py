@@ -1,7 +1,5 @@
 """Experiments: which trainings they need, that they can be stopped and go on, and what is scored after a training."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A trained run scored anew: its bounds, its draws, and other new clients."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`upfl score`: what is shown, what is stored, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

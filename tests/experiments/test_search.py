@@ -1,7 +1,5 @@
 """The search: what it looks at, that it goes on after any stop, and that what it finds can be trained with."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Commands that succeed, that train, and that are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.plugin_methods import Said, arguments, upfl

@@ -1,7 +1,5 @@
 """Small federations of clients with different models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeVar
 

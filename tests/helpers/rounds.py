@@ -1,7 +1,5 @@
 """A client's round by the contract, and small whole runs."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

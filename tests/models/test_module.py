@@ -1,7 +1,5 @@
 """Any torch.nn.Module as a model: its derivatives, its head, its random numbers."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

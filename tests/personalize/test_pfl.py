@@ -1,7 +1,5 @@
 """PFL-Sampled and PFL-Ensemble: newcomers with the models of training clients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

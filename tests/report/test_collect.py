@@ -1,7 +1,5 @@
 """Run folders that a report is made of, whatever they hold."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

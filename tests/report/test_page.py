@@ -1,7 +1,5 @@
 """The page: it needs nothing but itself, and opens in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tables of the report against the runs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """Arrays, messages, text, workers' folders: what comes from elsewhere takes no memory and gives no orders."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

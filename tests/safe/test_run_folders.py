@@ -1,7 +1,5 @@
 """Run folders from elsewhere: nothing outside is touched, damage is named, and what the system refuses is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

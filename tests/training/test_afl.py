@@ -1,7 +1,5 @@
 """AFL: the exact projection onto the simplex, and the mixture of a round by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

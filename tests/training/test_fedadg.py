@@ -1,7 +1,5 @@
 """FedADG: its adversarial steps against plain autograd, and what is never sent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

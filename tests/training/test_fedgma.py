@@ -1,7 +1,5 @@
 """FedGMA: FedAvg without threshold, and its mask by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path

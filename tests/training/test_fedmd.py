@@ -1,7 +1,5 @@
 """Distillation between different models: the digest against references, and what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of clients with different models: what newcomers need, what is published, and scores by architecture."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

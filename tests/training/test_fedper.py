@@ -1,7 +1,5 @@
 """FedPer: which layers are personal, and who is handed them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

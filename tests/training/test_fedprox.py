@@ -1,7 +1,5 @@
 """FedProx: FedAvg without mu, and its proximal term against autograd."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

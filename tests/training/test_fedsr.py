@@ -1,7 +1,5 @@
 """FedSR: its divergence, its steps against plain autograd, and its sampled predictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """ODPFL-HN: the hypernetwork's gradient against autograd, its sizes, and its memory."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -1,7 +1,5 @@
 """SCAFFOLD: hand-solved quadratics, steps against autograd, its control variates in memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
