@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import Somebody, doubled
+from tests.helpers.params import doubled
+from tests.reference import Somebody
 from tests.runs import Outcome, ran
 from upfl.config import Config, configure
 from upfl.contract import Batch, Client, Split, Training

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.params import descend, difference, distance, gradient, leaves, norm
 from tests.helpers.rounds import double_server, local_round, scores, small_run
-from tests.reference import CLASSES, Case, Somebody, descend, difference, distance, gradient, leaves, norm
+from tests.reference import CLASSES, Case, Somebody
 from tests.runs import assert_same_bits
 from upfl.contract import Task
 from upfl.state import select
