@@ -1,7 +1,5 @@
 """A report in a real browser: `python -m tests.browser REPORT/index.html` fails for whatever is wrong with the page."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

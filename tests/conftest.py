@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.helpers.shifts import EVERYTHING, overconfident, uneven
-from tests.plugin_methods import entered
+from tests.plugin_methods import PLUGIN, entered
 from tests.reference import CASES, Case
 from tests.synthetic import World, world
 from upfl.contract import CrossFitted
@@ -44,8 +44,9 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def methods() -> Iterator[None]:
-    """The suite's own methods are in the table."""
-    with entered():
+    """The suite's own methods are in the table, here and in processes that are started."""
+    with entered(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UPFL_PLUGINS", PLUGIN)
         yield
 
 

@@ -1,7 +1,5 @@
 """Models of the test plugin at one size, batches for them, and a module's own forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

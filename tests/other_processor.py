@@ -4,8 +4,6 @@ The libraries below PyTorch have kernels for each instruction set, and what hold
 Where this machine has more than AVX2 it is AVX2's turn, else that of plain x86-64; `default` asks for the latter.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

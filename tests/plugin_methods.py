@@ -6,8 +6,6 @@ Below them, what tests of whole runs share: small runs, what is to be equal of t
 worker (`*`: any). It is read when it is needed, so that a resumed run can be spared what stopped the first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -22,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -241,6 +239,12 @@ class Said:
     code: int
     out: str
     err: str
+
+    def ended(self, code: int = 0, *words: str) -> Self:
+        """As it should have: with this exit code, and these words among those on standard error."""
+        assert self.code == code, self.err
+        assert [word for word in words if word not in self.err] == [], self.err
+        return self
 
 
 def upfl(*arguments: str | Path) -> Said:

@@ -1,7 +1,5 @@
 """Models of a user's own, as a plugin has them: the built-in ones as modules, and small networks of other kinds."""
 
-from __future__ import annotations
-
 import math
 
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """The paper's methods written anew with plain autograd: short, slow, and independent of upfl's derivatives.
 
-Beside them, what several test modules share: a client that is nobody in particular, random batches, distances.
+Beside them, what several test modules share: a client that is nobody in particular, and random batches.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.params import Params, clipped, descend, gradient, leaves, norm
 from upfl.contract import Batch, Split
 from upfl.models import Layered, convnet, mlp
 from upfl.randomness import generator
 
-Params = dict[str, Tensor]
 Forward = Callable[[Params, Tensor], Tensor]
 
 CLASSES = 5
@@ -35,10 +35,14 @@ def forward_mlp(params: Params, x: Tensor) -> Tensor:
     return x
 
 
-def forward_convnet(params: Params, x: Tensor) -> Tensor:
+def forward_convolutions(params: Params, x: Tensor) -> Tensor:
     for name in ("conv1", "conv2"):
         x = F.max_pool2d(F.relu(F.conv2d(x, params[f"{name}.weight"], params[f"{name}.bias"], padding=2)), 2)
-    x = F.relu(F.linear(x.flatten(1), params["fc1.weight"], params["fc1.bias"]))
+    return x.flatten(1)
+
+
+def forward_convnet(params: Params, x: Tensor) -> Tensor:
+    x = F.relu(F.linear(forward_convolutions(params, x), params["fc1.weight"], params["fc1.bias"]))
     return F.linear(x, params["fc2.weight"], params["fc2.bias"])
 
 
@@ -70,33 +74,14 @@ CASES = {
 # Derivatives and steps
 
 
-def gradient(value: Tensor, params: Params, create_graph: bool = False) -> Params:
-    grads = torch.autograd.grad(value, list(params.values()), create_graph=create_graph, allow_unused=True)
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(params.items(), grads, strict=True)
-    }
-
-
-def leaves(params: Params) -> Params:
-    return {name: value.detach().clone().requires_grad_() for name, value in params.items()}
-
-
-def norm(params: Params) -> float:
-    return math.sqrt(sum(float(value.double().square().sum()) for value in params.values()))
-
-
-def clipped(grads: Params, largest: float) -> Params:
-    """As torch.nn.utils.clip_grad_norm_ does it."""
-    factor = min(1.0, largest / (norm(grads) + 1e-6))
-    return {name: grad * factor for name, grad in grads.items()}
-
-
-def descend(params: Params, grads: Params, rate: float, weight_decay: float, clip: float = math.inf) -> Params:
-    grads = clipped(grads, clip)
-    return {
-        name: value.detach() - rate * (grads[name] + weight_decay * value.detach()) for name, value in params.items()
-    }
+def descended(forward: Forward, psi: Params, batches: Sequence[Batch], rate: float) -> Params:
+    """Plain steps down the cross-entropy, with the usual decay of weights and clipping."""
+    for batch in batches:
+        psi = leaves(psi)
+        with torch.enable_grad():
+            grads = gradient(F.cross_entropy(forward(psi, batch.x), batch.y), psi)
+        psi = descend(psi, grads, rate, 1e-4, 10.0)
+    return psi
 
 
 @dataclass(frozen=True)
@@ -218,7 +203,7 @@ def entropy_step(
     return psi | descend(params, grads, rate, weight_decay, clip)
 
 
-# Clients and comparisons
+# Clients
 
 
 @dataclass(frozen=True)
@@ -236,17 +221,3 @@ class Somebody:
 
     def batches(self, split: Split, size: int) -> Iterator[Batch]:
         raise NotImplementedError
-
-
-def doubled(params: Params) -> Params:
-    return {name: value.double() for name, value in params.items()}
-
-
-def difference(ours: Params, theirs: Params) -> Params:
-    assert ours.keys() == theirs.keys()
-    return {name: ours[name].double() - theirs[name].double() for name in ours}
-
-
-def distance(ours: Params, theirs: Params, scale: Params | None = None) -> float:
-    """The norm of the difference, relative to that of `scale` (or of `theirs`)."""
-    return norm(difference(ours, theirs)) / norm(theirs if scale is None else scale)

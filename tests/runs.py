@@ -1,7 +1,5 @@
 """Whole runs: what they leave behind, compared to the bit; runs that are stopped; workers that are threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.observers import Watching
+from tests.plugin_methods import timeless
 from upfl.config import Config
 from upfl.engine.cohort import LocalCohort
 from upfl.engine.folder import RunFolder
@@ -37,13 +36,7 @@ class Outcome:
 def outcome(folder: RunFolder) -> Outcome:
     files = sorted(folder.path.rglob("*.safetensors"))
     tensors = {str(file.relative_to(folder.path)): read_file(file) for file in files}
-    return Outcome(_timeless(folder.metrics()), folder.result(), tensors)
-
-
-def _timeless(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _timeless(item) for key, item in value.items() if not key.endswith("_s")}
-    return [_timeless(item) for item in value] if isinstance(value, list) else value
+    return Outcome(timeless(folder.metrics()), folder.result(), tensors)
 
 
 def assert_same(ours: Outcome, theirs: Outcome) -> None:

@@ -1,7 +1,5 @@
 """Bundles that somebody changed, with checksums that fit again: whoever changes one can write these, too."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

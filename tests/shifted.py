@@ -1,7 +1,5 @@
 """Values four bytes beyond the boundary that tensors begin at, where some matrix products have other bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, overload

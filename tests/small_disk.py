@@ -4,8 +4,6 @@ RUN is copied to a tmpfs that is mounted at FOLDER, and resumed there with less 
 can only be read, at last with room enough. One JSON object a line says how each attempt ended.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Whether other bits would come of it depends on the processor (`state.aligned`); where tensors lie shows on every one.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Who has which model: the paper's sizes, and a user's own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

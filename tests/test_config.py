@@ -1,6 +1,7 @@
 """Configurations: what wins over what, what is refused and how, and the paper's figures."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,16 @@ from upfl.config import PROFILES, Config, configure
 from upfl.errors import ConfigError
 from upfl.methods import ROWS
 
-# The paper's hyper-parameter table, copied by hand. FedTTA++ trains as FedTTA-Prox, TENT as FedAvg.
-
-PAPER: dict[str, dict[str, dict[str, float]]] = {
-    "mnist": {
-        "fedavg": {"lr": 0.1},
-        "tent": {"lr": 0.1},
-        "fedtta": {"inner_lr": 0.5, "outer_lr": 0.3, "adapt_lr": 0.01},
-        "fedtta-prox": {"inner_lr": 0.5, "outer_lr": 0.3, "adapt_lr": 0.001, "mu": 0.01},
-        "fedtta++": {"inner_lr": 0.5, "outer_lr": 0.3, "adapt_lr": 0.001, "mu": 0.01},
-    },
-    "cifar10": {
-        "fedavg": {"lr": 0.1},
-        "tent": {"lr": 0.1},
-        "fedtta": {"inner_lr": 0.5, "outer_lr": 0.05, "adapt_lr": 0.005},
-        "fedtta-prox": {"inner_lr": 0.3, "outer_lr": 0.1, "adapt_lr": 0.003, "mu": 0.001},
-        "fedtta++": {"inner_lr": 0.3, "outer_lr": 0.1, "adapt_lr": 0.003, "mu": 0.001},
-    },
-    "femnist": {
-        "fedavg": {"lr": 0.1},
-        "tent": {"lr": 0.1},
-        "fedtta": {"inner_lr": 0.3, "outer_lr": 0.1, "adapt_lr": 0.003},
-        "fedtta-prox": {"inner_lr": 0.3, "outer_lr": 0.1, "adapt_lr": 0.003, "mu": 0.001},
-        "fedtta++": {"inner_lr": 0.3, "outer_lr": 0.1, "adapt_lr": 0.003, "mu": 0.001},
-    },
-    "cifar100": {
-        "fedavg": {"lr": 0.1},
-        "tent": {"lr": 0.1},
-        "fedtta": {"inner_lr": 0.5, "outer_lr": 0.1, "adapt_lr": 0.001},
-        "fedtta-prox": {"inner_lr": 0.5, "outer_lr": 0.1, "adapt_lr": 0.001, "mu": 0.01},
-        "fedtta++": {"inner_lr": 0.5, "outer_lr": 0.1, "adapt_lr": 0.001, "mu": 0.01},
-    },
-    "fashion_mnist": {
-        "fedavg": {"lr": 0.3},
-        "tent": {"lr": 0.3},
-        "fedtta": {"inner_lr": 0.05, "outer_lr": 0.1, "adapt_lr": 0.001},
-        "fedtta-prox": {"inner_lr": 0.05, "outer_lr": 0.1, "adapt_lr": 0.001, "mu": 0.001},
-        "fedtta++": {"inner_lr": 0.05, "outer_lr": 0.1, "adapt_lr": 0.001, "mu": 0.001},
-    },
+# The paper's hyper-parameter table, copied by hand: FedAvg's rate; FedTTA's inner, outer and adaptation rates; those of
+# FedTTA-Prox, and mu; FedTTA++'s patience; rounds. FedTTA++ trains as FedTTA-Prox, TENT as FedAvg.
+PAPER: dict[str, tuple[float, tuple[float, ...], tuple[float, ...], int, int]] = {
+    "mnist": (0.1, (0.5, 0.3, 0.01), (0.5, 0.3, 0.001, 0.01), 1, 200),
+    "cifar10": (0.1, (0.5, 0.05, 0.005), (0.3, 0.1, 0.003, 0.001), 1, 1000),
+    "femnist": (0.1, (0.3, 0.1, 0.003), (0.3, 0.1, 0.003, 0.001), 5, 200),
+    "cifar100": (0.1, (0.5, 0.1, 0.001), (0.5, 0.1, 0.001, 0.01), 5, 1500),
+    "fashion_mnist": (0.3, (0.05, 0.1, 0.001), (0.05, 0.1, 0.001, 0.001), 5, 300),
 }
-PATIENCE = {"mnist": 1, "cifar10": 1, "femnist": 5, "cifar100": 5, "fashion_mnist": 5}
-ROUNDS = {"mnist": 200, "cifar10": 1000, "femnist": 200, "cifar100": 1500, "fashion_mnist": 300}
+RATES = ("inner_lr", "outer_lr", "adapt_lr", "mu")
 COMMON = {
     "iterations": 20,
     "batch_size": 64,
@@ -61,29 +31,25 @@ COMMON = {
     "decay": 0.99,
     "aggregation": "uniform",
 }
+GUIDED = COMMON | {"momentum": 0.9, "adaptation_width": 32, "second_order": True}
+of_the_papers_rows = pytest.mark.parametrize("row", ["fedavg", "tent", "fedtta", "fedtta-prox", "fedtta++"])
 
 
 @pytest.mark.parametrize("dataset", PAPER)
-@pytest.mark.parametrize("row", ["fedavg", "tent", "fedtta", "fedtta-prox", "fedtta++"])
+@of_the_papers_rows
 def test_the_papers_hyper_parameters_are_the_defaults(row: str, dataset: str) -> None:
-    config = configure(row, dataset)
+    config, (lr, fedtta, prox, patience, rounds) = configure(row, dataset), PAPER[dataset]
+    expected: dict[str, Any] = COMMON | {"lr": lr}
+    if row == "fedtta":
+        expected = GUIDED | dict(zip(RATES, fedtta, strict=False))
+    elif row in ("fedtta-prox", "fedtta++"):
+        expected = GUIDED | {"kl": "target-first"} | dict(zip(RATES, prox, strict=True))
     hyper = config.training_hyper().model_dump()
-    assert {name: hyper[name] for name in PAPER[dataset][row]} == PAPER[dataset][row]
-    assert {name: hyper[name] for name in COMMON} == COMMON
-    if row.startswith("fedtta"):
-        assert (hyper["momentum"], hyper["adaptation_width"], hyper["second_order"]) == (0.9, 32, True)
-    if row in ("fedtta-prox", "fedtta++"):
-        assert hyper["kl"] == "target-first"
-    assert config.rounds == ROUNDS[dataset]
-    assert config.participants(50) == 50
-    assert config.partition.validation == 0.15
-
-
-@pytest.mark.parametrize("dataset", PAPER)
-def test_fedtta_pp_has_the_papers_patience_and_fifty_steps(dataset: str) -> None:
-    values = configure("fedtta++", dataset).personalize
-    expected = {"norm": "rms", "steps": 50, "patience": PATIENCE[dataset], "candidates": "all"}
-    assert values == {"early-stopped": expected}
+    assert {name: hyper[name] for name in expected} == expected
+    assert (config.rounds, config.participants(50), config.partition.validation) == (rounds, 50, 0.15)
+    if row == "fedtta++":
+        early = {"norm": "rms", "steps": 50, "patience": patience, "candidates": "all"}
+        assert config.personalize == {"early-stopped": early}
 
 
 def test_tent_takes_over_the_trainings_rate_for_one_step() -> None:
@@ -91,7 +57,7 @@ def test_tent_takes_over_the_trainings_rate_for_one_step() -> None:
     assert values == {"steps": 1, "weight_decay": 1e-4, "clip": 10.0, "parameters": "auto"}
 
 
-@pytest.mark.parametrize("row", ["fedavg", "tent", "fedtta", "fedtta-prox", "fedtta++"])
+@of_the_papers_rows
 def test_digits_takes_mnists_values(row: str) -> None:
     digits, mnist = configure(row, "digits"), configure(row, "mnist")
     assert digits.training == mnist.training
@@ -106,13 +72,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
     """Rounds, a field of the run: paper 1000, lite 40, file 7, option 9, setting 11."""
     file = tmp_path / "run.toml"
     file.write_text("rounds = 7\n")
-    layers: list[dict[str, Any]] = [
-        {},
-        {"profile": "lite"},
-        {"file": file},
-        {"rounds": 9},
-        {"settings": ["rounds=11"]},
-    ]
+    layers: list[dict[str, Any]] = [{}, {"profile": "lite"}, {"file": file}, {"rounds": 9}, {"settings": ["rounds=11"]}]
     for until, rounds in enumerate((1000, 40, 7, 9, 11)):
         arguments = {key: value for layer in layers[: until + 1] for key, value in layer.items()}
         assert configure("fedtta", "cifar10", **arguments).rounds == rounds
@@ -121,14 +81,13 @@ def test_later_layers_win(tmp_path: Path) -> None:
 def test_later_layers_win_for_hyper_parameters_and_leave_their_neighbours(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[training]\ninner_lr = 0.7\nouter_lr = 0.8\n[personalize.early-stopped]\nsteps = 12\n")
-    paper = configure("fedtta++", "femnist")
-    from_file = configure("fedtta++", "femnist", file=file)
-    as_set = configure("fedtta++", "femnist", file=file, settings=["inner_lr=0.9", "patience=2"])
-    assert [config.training["inner_lr"] for config in (paper, from_file, as_set)] == [0.3, 0.7, 0.9]
-    assert [config.training["outer_lr"] for config in (paper, from_file, as_set)] == [0.1, 0.8, 0.8]
-    assert [config.training["adapt_lr"] for config in (paper, from_file, as_set)] == [0.003, 0.003, 0.003]
-    assert [config.personalize["early-stopped"]["steps"] for config in (paper, from_file, as_set)] == [50, 12, 12]
-    assert [config.personalize["early-stopped"]["patience"] for config in (paper, from_file, as_set)] == [5, 5, 2]
+    layers: list[dict[str, Any]] = [{}, {"file": file}, {"file": file, "settings": ["inner_lr=0.9", "patience=2"]}]
+    configs = [configure("fedtta++", "femnist", **layer) for layer in layers]
+    trained, early = ([c.training for c in configs], [c.personalize["early-stopped"] for c in configs])
+    assert [values["inner_lr"] for values in trained] == [0.3, 0.7, 0.9]
+    assert [values["outer_lr"] for values in trained] == [0.1, 0.8, 0.8]
+    assert [values["adapt_lr"] for values in trained] == [0.003, 0.003, 0.003]
+    assert [(values["steps"], values["patience"]) for values in early] == [(50, 5), (12, 5), (12, 2)]
 
 
 def test_profiles_change_the_scale_and_not_the_method() -> None:
@@ -176,115 +135,94 @@ def test_participants_are_a_number_or_a_fraction(asked: float | None, taken: int
     ("arguments", "nearest"),
     [
         ({"method": "fedtta-prx"}, "fedtta-prox"),
+        ({"method": "fedta++"}, r"fedtta\+\+"),
         ({"method": "FedAvg2"}, "fedavg"),
         ({"dataset": "minst"}, "mnist"),
         ({"dataset": "CIFAR-10"}, "cifar10"),
         ({"profile": "papper"}, "paper"),
-        ({"score": ["tnet"]}, "tent"),
+        ({"score": ["none", "tnet"]}, "tent"),
+        ({"score": ["early_stopped"]}, "early-stopped"),
         ({"settings": ["iner_lr=0.3"]}, "inner_lr"),
+        ({"settings": ["round=4"]}, "rounds"),
+        ({"settings": ["training.iner_lr=0.1"]}, "inner_lr"),
+        ({"settings": ["model.widht=0.1"]}, "width"),
+        ({"settings": ["modle.width=0.1"]}, "model"),
         ({"settings": ["partition.client=4"]}, "clients"),
+        ({"settings": ["one-stp.norm=rms"]}, "one-step"),
     ],
     ids=str,
 )
 def test_unknown_names_are_answered_with_the_nearest(arguments: dict[str, Any], nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean [^?]*{nearest}"):
+    with pytest.raises(ConfigError, match=f"did you mean [^?]*(?<![\\w+-]){nearest}(?![\\w+-])"):
         configure(**({"method": "fedtta", "dataset": "digits"} | arguments))
 
 
 @pytest.mark.parametrize(
-    ("setting", "field"),
+    "setting",
     [
-        ("rounds=0", "rounds"),
-        ("rounds=two", "rounds"),
-        ("seed=-1", "seed"),
-        ("clients_per_round=0", "clients_per_round"),
-        ("clients_per_round=1.5", "clients_per_round"),
-        ("inner_lr=-0.1", "inner_lr"),
-        ("inner_lr=nan", "inner_lr"),
-        ("outer_lr=inf", "outer_lr"),
-        ("batch_size=0", "batch_size"),
-        ("decay=1.1", "decay"),
-        ("aggregation=median", "aggregation"),
-        ("training.momentum=1", "momentum"),
-        ("training.no_such_field=1", "no_such_field"),
-        ("model.width=0", "model.width"),
-        ("model.name=resnet", "model.name"),
-        ("model.depth=3", "model.depth"),
-        ("partition.clients=1", "clients"),
-        ("partition.kind=random", "kind"),
-        ("partition.new_fraction=2", "new_fraction"),
-        ("one-step.clip=1", "clip"),
-        ("rounds={a = 1}", "rounds"),
-        ("model=mlp", "model"),
-        ("training=fedavg", "training"),
-        ("partition=iid", "partition"),
-        ("partition=[1]", "partition"),
-        ("partition=3", "partition"),
-        ("personalize=tent", "personalize"),
+        *("rounds=0", "rounds=two", "rounds=2.5", "rounds=inf", "rounds={a = 1}", "seed=-1", "device=3"),
+        *("clients_per_round=0", "clients_per_round=1.5", "clients_per_round=all"),
+        *("inner_lr=-0.1", "inner_lr=nan", "inner_lr=abc", "inner_lr=[1]", "outer_lr=inf", "batch_size=0", "decay=1.1"),
+        *("aggregation=median", "training.momentum=1", "training.no_such_field=1", "training=fedavg"),
+        *("model.width=0", "model.hidden=0", "model.name=resnet", "model.depth=3", "model=mlp", "model=3"),
+        *("partition.clients=1", "partition.clients=many", "partition.kind=random", "partition.new_fraction=2"),
+        *("partition=iid", "partition=[1]", "partition=3", "one-step.clip=1", "personalize=tent", "personalize=[]"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named(setting: str, field: str) -> None:
-    with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
+def test_a_value_that_does_not_fit_is_named(setting: str) -> None:
+    key = setting.partition("=")[0]
+    field = re.escape(key) if key.startswith("model.") else key.rpartition(".")[2]
+    with pytest.raises(ConfigError, match=field):
         configure("fedtta", "digits", settings=[setting])
 
 
-@pytest.mark.parametrize(
-    "setting", ["dataset=mnist", "dataset=minst", "method=fedavg", "method=fedtat", "profile=lite"]
-)
-def test_settings_cannot_contradict_what_the_run_was_put_together_for(setting: str) -> None:
+CONTRADICTING = ["dataset=mnist", "dataset=minst", "method=fedavg", "method=fedtat", "method=3", "profile=lite"]
+BAD_TABLES = [
+    *("training=3", "training.name=fedtat", "training.name=[]", "training.name=3", "training={}", "personalize=3"),
+    *("personalize={tnet = {}}", "personalize.one-step=3", "partition.samples.x=3"),
+]
+MALFORMED = ["", "=", "=1", "rounds", "a.b.c=1", "rounds.a=1", "training..lr=1", ".=1", "inner_lr=", "inner_lr.x=3"]
+
+
+@pytest.mark.parametrize("later", [[], ["iterations=2"], ["inner_lr=x"]], ids=str)
+@pytest.mark.parametrize("setting", [*CONTRADICTING, *BAD_TABLES, *MALFORMED])
+def test_a_setting_that_cannot_be_is_refused_whatever_is_set_after_it(setting: str, later: list[str]) -> None:
     """By then the model, the partition and the hyper-parameters are those of the method and data set asked for."""
     with pytest.raises(ConfigError):
-        configure("fedtta", "digits", profile="smoke", settings=[setting])
+        configure("fedtta", "digits", profile="smoke", settings=[setting, *later])
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("text", "words"),
     [
-        "training=3",
-        "training.name=fedtat",
-        "training.name=[]",
-        "training={}",
-        "personalize=3",
-        "personalize={tnet = {}}",
-        "personalize.one-step=3",
+        ("\x00", ()),
+        ("rounds = ", ()),
+        ("rounds = 'x'", ("rounds",)),
+        ("roundz = 1", ("'roundz'", "rounds")),
+        ("method = 'fedtta'", ("fedtta", "fedavg")),
+        ("dataset = 'mnist'", ("mnist", "digits")),
+        ("profile = 'huge'", ("huge",)),
+        ("profile = 3", ("profile",)),
+        ("partition = 3", ("partition",)),
+        ("partition = [1]", ("partition",)),
+        ("partition = {client = 3}", ("client",)),
+        ("training = 3", ("training",)),
+        ("training = {lrr = 3}", ("lrr", "lr")),
+        ("[[training]]", ("training",)),
+        ("personalize = 3", ("personalize",)),
+        ("personalize = ['tent']", ("personalize",)),
+        ("[personalize]\ntent = 3", ("personalize",)),
+        ("[personalize.tnet]\nlr = 1", ("tnet", "tent")),
+        ("model = []", ("model",)),
+        ("[model]\nname = 'mlp'\ndepth = 3", ("depth",)),
     ],
 )
-def test_a_bad_table_is_refused_whatever_is_set_after_it(first: str) -> None:
-    with pytest.raises(ConfigError):
-        configure("fedtta", "digits", settings=[first, "inner_lr=x"])
-
-
-@pytest.mark.parametrize("setting", ["", "=", "=1", "rounds", "a.b.c=1", "rounds.a=1", "training..lr=1", ".=1"])
-def test_a_malformed_setting_is_refused(setting: str) -> None:
-    with pytest.raises(ConfigError):
-        configure("fedtta", "digits", settings=[setting])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rounds = ",
-        "rounds = 'x'",
-        "no_such_field = 1",
-        "method = 'fedavg'",
-        "dataset = 'mnist'",
-        "profile = 'huge'",
-        "profile = 3",
-        "partition = 3",
-        "partition = [1]",
-        "training = 3",
-        "personalize = 3",
-        "personalize = ['tent']",
-        "[personalize]\ntent = 3",
-        "[personalize.tnet]\nlr = 1",
-        "[model]\nname = 'mlp'\ndepth = 3",
-    ],
-)
-def test_a_bad_file_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError):
-        configure("fedtta", "digits", file=file)
+    with pytest.raises(ConfigError) as refused:
+        configure("fedavg", "digits", file=file)
+    assert [word for word in words if word not in str(refused.value)] == [], str(refused.value)
 
 
 def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
@@ -352,7 +290,6 @@ def _assert_round_trip(config: Config, file: Path) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.dictionaries(keys.filter(lambda key: "." not in key), values, min_size=1, max_size=2))
-@example({"partition": 3})
 @example({"device": "\x00\r\n\x7f\u2028"})
 @example({"clients_per_round": 1})
 @example({"clients_per_round": 1.0})
@@ -368,12 +305,6 @@ def test_any_option_gives_a_run_that_survives_its_file_or_a_config_error(file: P
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(keys, texts).map("=".join), min_size=1, max_size=3))
 @example(["seed=" + "9" * 5000])
-@example(["training=3", "inner_lr=1"])
-@example(["training.name=fedtat", "inner_lr=1"])
-@example(["personalize=3", "patience=1"])
-@example(["partition=3"])
-@example(["personalize={tnet = {}}", "patience=1"])
-@example(["training.name=[]", "patience=1"])
 def test_any_setting_gives_a_run_that_survives_its_file_or_a_config_error(file: Path, settings: list[str]) -> None:
     if (config := _outcome(settings=settings)) is not None:
         _assert_round_trip(config, file)

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001 - signs of equations
 """The documentation site: it builds, its links lead somewhere, its reference is complete, and its tutorials run."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -4,8 +4,6 @@ New clients' labels count right predictions and do nothing else; validation labe
 nothing else. Who holds what is drawn by the labels (a pathological partition is), so it stays as it is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of the table of methods: the paper's hyper-parameters of its other baselines."""
 
-from __future__ import annotations
-
 import pytest
 
 from upfl.config import configure

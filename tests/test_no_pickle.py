@@ -1,7 +1,5 @@
 """No pickle, in the source and in a run."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/own-data.md and the tutorial on embeddings: their examples run as they stand."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

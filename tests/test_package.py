@@ -1,7 +1,5 @@
 """The package before anything is imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """Statistics against known cases."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

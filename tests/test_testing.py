@@ -1,7 +1,5 @@
 """The public checks: they pass for what is right, and find what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

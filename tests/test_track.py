@@ -1,14 +1,13 @@
 """Trackers: what TensorBoard and MLflow read back is what the run's metrics say, also after a resumption."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.cli import refused, train
 from tests.observers import Interrupting
-from tests.plugin_methods import arguments, lines, small, upfl
+from tests.plugin_methods import lines, small
 from upfl import api
 from upfl.track import Several, tracker
 
@@ -66,26 +65,18 @@ def wanted_numbers(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_tracked_run_is_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
-    said = upfl(*arguments("fedavg"), "--workers", "1", "--out", tmp_path / "tracked", "--track", "tensorboard")
-    assert said.code == 0
+    train(tmp_path / "tracked", "--track", "tensorboard").ended()
     plain = api.train(small("fedavg"), tmp_path / "plain", workers=1)
     assert api.Run(tmp_path / "tracked").result == plain.result
 
 
-@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])
-def test_a_missing_tracker_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
+def test_a_missing_tracker_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
     for loaded in [module for module in sys.modules if module.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, loaded)
-    said = upfl(*arguments("fedavg"), "--workers", "1", "--out", tmp_path / "run", "--track", name)
-    assert said.code == 2
-    assert f'pip install "upfl[{name}]"' in said.err
-    assert not (tmp_path / "run").exists()
+    refused(train(tmp_path / "run", "--track", name), tmp_path / "run", f'pip install "upfl[{name}]"')
 
 
 def test_an_unknown_tracker_gets_the_nearest(tmp_path: Path) -> None:
-    said = upfl(*arguments("fedavg"), "--workers", "1", "--out", tmp_path / "run", "--track", "mlfow")
-    assert said.code == 2
-    assert "did you mean mlflow" in said.err
+    refused(train(tmp_path / "run", "--track", "mlfow"), tmp_path / "run", "did you mean mlflow")

@@ -1,7 +1,5 @@
 """Bundles on the command line."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess
@@ -30,13 +28,11 @@ def images_of(run: api.Run, folder: Path, client: int = 0) -> Path:
 
 def test_from_a_run_to_predictions(run_of: Callable[[str], api.Run], tmp_path: Path) -> None:
     run, me = run_of("fedavg"), tmp_path / "me"
-    said = upfl("export", run.path, "-o", tmp_path / "bundle")
-    assert said.code == 0, said.err
+    said = upfl("export", run.path, "-o", tmp_path / "bundle").ended()
     assert "personalizers: none, tent" in said.out
     data = images_of(run, tmp_path / "data")
     (data / "notes.txt").write_text("mine")
-    said = personalize(tmp_path / "bundle", data, me, "--personalizer", "label-shift")
-    assert said.code == 0, said.err
+    said = personalize(tmp_path / "bundle", data, me, "--personalizer", "label-shift").ended()
     assert "1 file(s) left out, no images: notes.txt" in said.out
     assert "Class mix" in said.out
     assert "estimated accuracy" in said.out
@@ -44,8 +40,7 @@ def test_from_a_run_to_predictions(run_of: Callable[[str], api.Run], tmp_path: P
     rows = list(csv.DictReader((me / "predictions.csv").open()))
     assert [row["sample"] for row in rows] == sorted(file.name for file in data.glob("*.png"))
     assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
-    said = upfl("predict", me, data)
-    assert said.code == 0
+    said = upfl("predict", me, data).ended()
     stored = PersonalModel.load(me)
     predicted = stored.predict(load_unlabelled(data, (1, 8, 8))).tolist()
     assert [row["class"] for row in csv.DictReader(said.out.splitlines())] == predicted
@@ -85,43 +80,37 @@ def test_the_summary_page_needs_nothing_else(run_of: Callable[[str], api.Run], f
 
 
 @pytest.mark.parametrize(
-    ("make", "code", "says"),
+    ("make", "says"),
     [
-        (lambda data: None, 3, "there are no images in it"),
-        (lambda data: (data / "a.txt").write_text("x"), 3, r"no images in it (found a.txt)"),
-        (lambda data: Image.new("L", (28, 28)).save(data / "a.png"), 3, "a.png: has 28 x 28 pixels"),
-        (lambda data: Image.new("RGB", (8, 8), "red").save(data / "a.png"), 3, "a.png: is in colour"),
-        (lambda data: (data / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n"), 3, "a.png: "),
+        (lambda data: None, "there are no images in it"),
+        (lambda data: (data / "a.txt").write_text("x"), r"no images in it (found a.txt)"),
+        (lambda data: Image.new("L", (28, 28)).save(data / "a.png"), "a.png: has 28 x 28 pixels"),
+        (lambda data: Image.new("RGB", (8, 8), "red").save(data / "a.png"), "a.png: is in colour"),
+        (lambda data: (data / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n"), "a.png: "),
     ],
 )
 def test_wrong_data_ends_with_a_message_and_no_folder(
-    make: Callable[[Path], Any], code: int, says: str, fedavg: Path, tmp_path: Path
+    make: Callable[[Path], Any], says: str, fedavg: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
     make(tmp_path / "data")
-    said = personalize(fedavg, tmp_path / "data", tmp_path / "me")
-    assert said.code == code
-    assert says in said.err
+    personalize(fedavg, tmp_path / "data", tmp_path / "me").ended(3, says)
     assert not (tmp_path / "me").exists()
 
 
 def test_wrong_commands_end_with_a_message(fedavg: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((30, 8, 8), np.uint8))
-    said = personalize(fedavg, tmp_path / "x.npy", tmp_path / "me", "--personalizer", "tnet")
-    assert (said.code, "did you mean tent" in said.err) == (2, True)
-    said = personalize(fedavg, tmp_path / "x.npy", fedavg)
-    assert (said.code, "is there already" in said.err) == (2, True)
-    said = upfl("predict", fedavg, tmp_path / "x.npy")
-    assert (said.code, "`upfl personalize` makes a model of it" in said.err) == (3, True)
+    x, me = tmp_path / "x.npy", tmp_path / "me"
+    personalize(fedavg, x, me, "--personalizer", "tnet").ended(2, "did you mean tent")
+    personalize(fedavg, x, fedavg).ended(2, "is there already")
+    upfl("predict", fedavg, x).ended(3, "`upfl personalize` makes a model of it")
     (fedavg / "README.md").write_text("changed")
-    said = personalize(fedavg, tmp_path / "x.npy", tmp_path / "me")
-    assert (said.code, "README.md: does not have its checksum" in said.err) == (3, True)
+    personalize(fedavg, x, me).ended(3, "README.md: does not have its checksum")
 
 
 def test_one_sample_is_enough(run_of: Callable[[str], api.Run], fedavg: Path, tmp_path: Path) -> None:
     data = images_of(run_of("fedavg"), tmp_path / "data")
-    said = personalize(fedavg, data / "000.png", tmp_path / "me")
-    assert said.code == 0
+    said = personalize(fedavg, data / "000.png", tmp_path / "me").ended()
     assert "1 sample(s) are few" in said.out
 
 
@@ -141,8 +130,7 @@ def test_data_unlike_the_federations_are_told_first_and_nothing_is_estimated(
     for name, images in (("own", pixels), ("inverted", 16 - pixels)):
         np.save(tmp_path / f"{name}.npy", images)
         said = personalize(fedavg, tmp_path / f"{name}.npy", tmp_path / name, "--personalizer", "label-shift", "--json")
-        assert said.code == 0, said.err
-        found, page = json.loads(said.out), (tmp_path / name / "summary.html").read_text()
+        found, page = json.loads(said.ended().out), (tmp_path / name / "summary.html").read_text()
         unlike = name == "inverted"
         assert (found["likeness"]["verdict"] == "unlike") == unlike
         assert found["accuracy"] == [] or not unlike
@@ -151,12 +139,9 @@ def test_data_unlike_the_federations_are_told_first_and_nothing_is_estimated(
         assert ("UNLIKE" in page) == unlike
         marked = [row["outlying"] for row in csv.DictReader((tmp_path / name / "predictions.csv").open())]
         assert (marked.count("yes") > 20) == unlike
-    said = upfl("predict", tmp_path / "own", tmp_path / "own.npy")
-    assert said.code == 0
+    said = upfl("predict", tmp_path / "own", tmp_path / "own.npy").ended()
     assert "drift" not in said.err
-    said = upfl("predict", tmp_path / "own", tmp_path / "inverted.npy", "--json")
-    assert said.code == 0
-    assert "drift" in said.err
+    said = upfl("predict", tmp_path / "own", tmp_path / "inverted.npy", "--json").ended(0, "drift")
     assert sum(row["outlying"] for row in json.loads(said.out)) > 20
 
 

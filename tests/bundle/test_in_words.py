@@ -1,7 +1,5 @@
 """What a newcomer is told, in words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from upfl.bundle.in_words import in_words, summary, why_no_estimate

@@ -1,7 +1,5 @@
 """A newcomer's model, as a classifier of scikit-learn's kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A newcomer's model as an ONNX file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,7 @@ def test_an_onnx_file_gives_the_models_probabilities(name: str, tmp_path: Path) 
     bundle, x = small_convnet(tmp_path, name)
     mine = bundle.personalize(x)
     mine.save(tmp_path / "me")
-    said = upfl("export-onnx", tmp_path / "me", "-o", tmp_path / "me.onnx")
-    assert said.code == 0, said.err
+    upfl("export-onnx", tmp_path / "me", "-o", tmp_path / "me.onnx").ended()
     session = onnxruntime.InferenceSession(tmp_path / "me.onnx", providers=["CPUExecutionProvider"])
     images = (x.transpose(0, 3, 1, 2) / 255).astype(np.float32)
     for count in (1, 2, 30):

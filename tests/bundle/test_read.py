@@ -1,11 +1,10 @@
 """Bundles that do not fit are refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,39 +30,45 @@ from upfl.models import convnet
 from upfl.randomness import generator
 from upfl.state import State
 
+anything = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+@contextmanager
+def restored(folder: Path) -> Iterator[None]:
+    """What is changed here is as it was afterwards."""
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    try:
+        yield
+    finally:
+        for file, content in before.items():
+            file.write_bytes(content)
+
+
+@settings(anything, max_examples=150)
 @given(data=st.data(), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_noticed(fedavg: Path, data: st.DataObject, bit: int) -> None:
     file = fedavg / data.draw(st.sampled_from(FILES))
-    content = file.read_bytes()
-    place = data.draw(st.integers(0, len(content) - 1))
-    flipped = bytearray(content)
-    flipped[place] ^= 1 << bit
-    file.write_bytes(flipped)
-    try:
+    flipped = bytearray(file.read_bytes())
+    flipped[data.draw(st.integers(0, len(flipped) - 1))] ^= 1 << bit
+    with restored(fedavg):
+        file.write_bytes(flipped)
         with pytest.raises(BundleError):
             Bundle.load(fedavg)
-    finally:
-        file.write_bytes(content)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(anything, max_examples=40)
 @given(data=st.data(), seal=st.booleans())
 def test_a_truncated_file_is_noticed_with_or_without_its_checksum(
     fedavg: Path, data: st.DataObject, seal: bool
 ) -> None:
     file = fedavg / data.draw(st.sampled_from(["manifest.json", "weights.safetensors"]))
-    content, sums = file.read_bytes(), (fedavg / "SHA256SUMS").read_bytes()
-    file.write_bytes(content[: data.draw(st.integers(0, len(content) - 2))])
-    if seal:
-        resealed(fedavg)
-    try:
+    content = file.read_bytes()
+    with restored(fedavg):
+        file.write_bytes(content[: data.draw(st.integers(0, len(content) - 2))])
+        if seal:
+            resealed(fedavg)
         with pytest.raises(BundleError, match=file.name):
             Bundle.load(fedavg)
-    finally:
-        file.write_bytes(content)
-        (fedavg / "SHA256SUMS").write_bytes(sums)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -82,11 +87,10 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(anything, max_examples=200)
 @given(data=st.data())
 def test_a_manifest_with_any_value_replaced_is_refused_or_used_never_a_crash(fedavg: Path, data: st.DataObject) -> None:
-    content, sums = (fedavg / "manifest.json").read_text(), (fedavg / "SHA256SUMS").read_text()
-    manifest = json.loads(content)
+    manifest = json.loads((fedavg / "manifest.json").read_text())
     *path, last = data.draw(st.sampled_from(places(manifest)[1:]))
     target = manifest
     for key in path:
@@ -95,15 +99,9 @@ def test_a_manifest_with_any_value_replaced_is_refused_or_used_never_a_crash(fed
         target[last] = data.draw(JSON)
     else:
         del target[last]
-    (fedavg / "manifest.json").write_text(json.dumps(manifest))
-    resealed(fedavg)
-    try:
-        load(fedavg)
-    except BundleError:
-        pass
-    finally:
-        (fedavg / "manifest.json").write_text(content)
-        (fedavg / "SHA256SUMS").write_text(sums)
+    with restored(fedavg), suppress(BundleError):
+        (fedavg / "manifest.json").write_text(json.dumps(manifest))
+        load(resealed(fedavg))
 
 
 @pytest.mark.parametrize(
@@ -287,9 +285,7 @@ def test_nothing_is_overwritten(fedavg: Path, run_of: Callable[[str], api.Run], 
 def test_an_unfinished_run_has_no_bundle(run_of: Callable[[str], api.Run], tmp_path: Path) -> None:
     config = run_of("fedavg").config
     RunFolder.create(tmp_path / "run", config)
-    said = upfl("export", tmp_path / "run", "-o", tmp_path / "bundle")
-    assert said.code == 4
-    assert "the run is not finished" in said.err
+    upfl("export", tmp_path / "run", "-o", tmp_path / "bundle").ended(4, "the run is not finished")
     assert not (tmp_path / "bundle").exists()
 
 

@@ -1,7 +1,5 @@
 """What goes into a bundle, comes back to the same bits, and what must not be in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,8 +185,7 @@ def test_a_bundle_does_not_tell_on_which_machine_it_was_made(run_of: Callable[[s
 
 def test_layers_of_training_clients_are_announced(run_of: Callable[[str], api.Run], tmp_path: Path) -> None:
     run = run_of("fedper")
-    said = upfl("export", run.path, "-o", tmp_path / "bundle")
-    assert said.code == 0
+    said = upfl("export", run.path, "-o", tmp_path / "bundle").ended()
     assert "warning: It holds 5 training clients' own layers" in said.out
     assert "**Warning.**" in (tmp_path / "bundle" / "README.md").read_text()
     mine = Bundle.load(tmp_path / "bundle").personalize(pixels_of(run), "ensemble")
@@ -204,8 +201,7 @@ def test_a_newcomer_chooses_among_architectures(run_of: Callable[[str], api.Run]
     assert "small, medium, big" in (tmp_path / "bundle" / "README.md").read_text()
     for architecture in ("small", "big"):
         out = tmp_path / architecture
-        said = personalize(tmp_path / "bundle", tmp_path / "x.npy", out, "--architecture", architecture)
-        assert said.code == 0, said.err
+        personalize(tmp_path / "bundle", tmp_path / "x.npy", out, "--architecture", architecture).ended()
         client = Unlabelled(0, run.newcomer(0).x, 0, architecture)
         expected = run.personalizers["one-step"].personalize(run.published("one-step"), client)
         assert torch.equal(PersonalModel.load(out).predict_logits(pixels_of(run)), expected.predict_logits(client.x))

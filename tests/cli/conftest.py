@@ -1,12 +1,10 @@
 """A wide terminal, and a finished run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.plugin_methods import PLUGIN, small
+from tests.plugin_methods import small
 from upfl import api
 
 
@@ -14,7 +12,6 @@ from upfl import api
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal that is wide enough for tables and paths."""
     monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.setenv("UPFL_PLUGINS", PLUGIN)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Help: every command has it, at once and complete, with an example that is a valid command."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -43,8 +41,7 @@ def test_the_commands_of_the_specification_are_there() -> None:
 
 @pytest.mark.parametrize("path", [path for path, _ in COMMANDS], ids=" ".join)
 def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
-    said = upfl(*path, "--help")
-    assert said.code == 0
+    said = upfl(*path, "--help").ended()
     assert "Example" in said.out
     assert f"upfl {' '.join(path)}" in said.out.split("Example", 1)[1]
 
@@ -128,14 +125,12 @@ main()
 
 @pytest.mark.parametrize("path", [(), ("data",)])
 def test_groups_of_commands_have_help(path: tuple[str, ...]) -> None:
-    said = upfl(*path, "--help")
-    assert said.code == 0
+    said = upfl(*path, "--help").ended()
     assert all(
         inner in said.out for full, _ in COMMANDS for inner in full[len(path) :][:1] if full[: len(path)] == path
     )
 
 
 def test_version_is_printed() -> None:
-    said = upfl("--version")
-    assert said.code == 0
+    said = upfl("--version").ended()
     assert re.fullmatch(r"upfl \d+\.\d+\.\d+\S*\n", said.out)

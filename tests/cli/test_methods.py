@@ -1,7 +1,5 @@
 """`upfl methods`."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -15,9 +13,7 @@ pytestmark = pytest.mark.usefixtures("methods")
 
 
 def test_methods_as_json_are_the_table() -> None:
-    said = upfl("methods", "--json")
-    rows = json.loads(said.out)
-    assert said.code == 0
+    rows = json.loads(upfl("methods", "--json").ended().out)
     assert isinstance(rows, list)
     assert [row["row"] for row in rows] == [row.row for row in ROWS]
     assert all(row["training"] in TRAININGS and personalizer_class(row["personalizer"]) for row in rows)
@@ -52,8 +48,7 @@ def test_the_summary_fits_a_terminal_of_80_columns_and_breaks_no_name(monkeypatc
     ],
 )
 def test_a_methods_details_have_its_equations_and_hyper_parameters(name: str, words: tuple[str, ...]) -> None:
-    said = upfl("methods", name)
-    assert said.code == 0
+    said = upfl("methods", name).ended()
     assert all(word in said.out for word in words)
     assert json.loads(upfl("methods", name, "--json").out)["parts"]
 
@@ -74,6 +69,4 @@ def test_methods_say_in_words_which_of_them_take_a_model() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    said = upfl("methods", "fedta")
-    assert said.code == 2
-    assert "fedtta" in said.err
+    upfl("methods", "fedta").ended(2, "fedtta")

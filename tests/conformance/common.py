@@ -1,14 +1,11 @@
 """The table of trainings and personalizers under test, and what the checks of the contract are made of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.runs import Outcome, ran
 from upfl import plugins
 from upfl.config import Config, configure
 from upfl.contract import Client, Personalizer, Published, Task, Training, Unlabelled
@@ -160,13 +157,3 @@ def train_one(training: Training[Any], server: State, memory: State, client: Loc
                 assert loss.isfinite()
         up, kept = training.finish(server, carry, client)
         return dict(up), kept
-
-
-_straight: dict[str, Outcome] = {}
-
-
-def straight(name: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The run that others are compared with, made once in a process."""
-    if name not in _straight:
-        _straight[name] = ran(config_of(name), tmp_path_factory.mktemp("straight") / "run")
-    return _straight[name]

@@ -3,8 +3,6 @@
 One test a pair: what was fitted for the pair, and what a client came to, are made once and looked at by every check.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of every training: the same bits for any number of workers and after a stop, and clients that go wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -26,12 +24,12 @@ from tests.conformance.common import (
     folded,
     of_every_training,
     rounds_of,
-    straight,
     train_one,
     until,
 )
 from tests.runs import (
     Interrupter,
+    Outcome,
     StopError,
     assert_same,
     assert_same_bits,
@@ -46,7 +44,6 @@ from upfl.data.inputs import Inputs
 from upfl.engine.clients import LocalClient
 from upfl.engine.cohort import LocalCohort
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import Group
 from upfl.engine.rounds import Engine
 from upfl.engine.setup import assemble
 from upfl.errors import RunError
@@ -56,8 +53,7 @@ from upfl.state import State, byte_size
 
 
 @of_every_training
-def test_a_run_has_all_its_rounds_rows_and_memories(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    reference = straight(name, tmp_path_factory)
+def test_a_run_has_all_its_rounds_rows_and_memories(name: str, reference: Outcome) -> None:
     assert len(reference.metrics) == rounds_of(name)
     assert all(math.isfinite(line["loss"]) for line in reference.metrics)
     assert len(reference.metrics[-1]["rows"]) == len(reference.result["rows"]) == len(SCORED[name])
@@ -65,34 +61,17 @@ def test_a_run_has_all_its_rounds_rows_and_memories(name: str, tmp_path_factory:
 
 
 @of_every_training
-def test_another_seed_gives_other_bits(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    first, other = straight(name, tmp_path_factory), ran(briefly(name, seed=1), tmp_path / "run")
-    assert [line["loss"] for line in first.metrics] != [line["loss"] for line in other.metrics]
-    moving = [key for key, value in first.server.items() if value.is_floating_point()]
-    assert not any(torch.equal(first.server[key], other.server[key]) for key in moving)
+def test_another_seed_gives_other_bits(name: str, reference: Outcome, tmp_path: Path) -> None:
+    other = ran(briefly(name, seed=1), tmp_path / "run")
+    assert [line["loss"] for line in reference.metrics] != [line["loss"] for line in other.metrics]
+    moving = [key for key, value in reference.server.items() if value.is_floating_point()]
+    assert not any(torch.equal(reference.server[key], other.server[key]) for key in moving)
 
 
 @of_every_training
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_any_number_of_workers_gives_the_same_bits(
-    name: str, size: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    assert_same(ran_by_workers(config_of(name), tmp_path / "run", size), straight(name, tmp_path_factory))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_workers_shares_are_all_the_items_and_nothing_twice(size: int) -> None:
-    items = list(range(10))
-    for cost in (None, [0] * 10, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]):
-        shares = [Group(rank, size).share(items, cost) for rank in range(size)]
-        assert sorted(item for share in shares for item in share) == items
-        work = [sum(cost[item] if cost and any(cost) else 1 for item in share) for share in shares]
-        assert max(work) - min(work) <= (max(cost) if cost and any(cost) else 1)
-
-
-def test_a_costly_item_is_one_workers_only_one_while_the_others_share_the_rest() -> None:
-    shares = [Group(rank, 2).share("abcd", [1, 6, 2, 3]) for rank in range(2)]
-    assert shares == [["b"], ["d", "c", "a"]]
+def test_any_number_of_workers_gives_the_same_bits(name: str, reference: Outcome, size: int, tmp_path: Path) -> None:
+    assert_same(ran_by_workers(config_of(name), tmp_path / "run", size), reference)
 
 
 @of_every_training
@@ -106,7 +85,7 @@ def test_a_costly_item_is_one_workers_only_one_while_the_others_share_the_rest()
     ],
 )
 def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
-    name: str, what: str, number: int, checkpoint_every: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    name: str, reference: Outcome, what: str, number: int, checkpoint_every: int, tmp_path: Path
 ) -> None:
     """-1: the last scoring, when the last round's training and memories are done and nothing of it is committed."""
     config = config_of(name, checkpoint_every=checkpoint_every)
@@ -118,27 +97,13 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
     with pytest.raises(StopError):  # and once more: the first stage after the resumption
         Engine.local(folder).run(Interrupter("training", 1))
     Engine.local(folder).run()
-    assert_same(outcome(folder), straight(name, tmp_path_factory))
+    assert_same(outcome(folder), reference)
 
 
 @of_every_training
-def test_half_of_the_rounds_and_the_other_half_are_all(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config = config_of(name)
-    folder = RunFolder.create(tmp_path / "run", config)
-    Engine.local(folder, setup=until(config, config.rounds // 2)).run()
-    Engine.local(folder).run()
-    assert_same(outcome(folder), straight(name, tmp_path_factory))
-
-
-@of_every_training
-def test_bytes_sent_in_a_round_are_those_of_the_tensors(
-    name: str, parts: Parts, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_bytes_sent_in_a_round_are_those_of_the_tensors(name: str, reference: Outcome, parts: Parts) -> None:
     """Of what a client really sends, in its own types; where a training counts otherwise, the next test has it."""
     training = parts.training
-    reference = straight(name, tmp_path_factory)
     for line in reference.metrics:
         client = parts.client(1, line["round"] - 1)
         server = training.sent(parts.server, client.round)
@@ -164,10 +129,8 @@ def test_bytes_sent_in_a_round_are_those_of_the_tensors(
         ("hetero-fedtta", 0, 0),  # logits on the public set alone
     ],
 )
-def test_a_client_sends_and_receives_so_many_models(
-    name: str, up: float, down: float, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config, line = config_of(name), straight(name, tmp_path_factory).metrics[-1]
+def test_a_client_sends_and_receives_so_many_models(name: str, reference: Outcome, up: float, down: float) -> None:
+    config, line = config_of(name), reference.metrics[-1]
     training = assemble(config).training
     model, weight = 4 * mlp(64, (16, 16), 10).size, 4
     beside = {

@@ -1,7 +1,5 @@
 """The table of methods."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What the contract asks of a training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +17,11 @@ from tests.conformance.common import (
     storable,
     train_one,
 )
+from tests.helpers.rounds import total_of
 from tests.runs import assert_same_bits, begun
 from tests.shifted import ShiftedInputs, shifted_state
 from upfl.contract import Batch
 from upfl.engine.clients import LocalClient
-from upfl.engine.fold import FixedPointSum
 from upfl.engine.folder import RunFolder
 from upfl.engine.local import train_client
 from upfl.randomness import generator
@@ -110,10 +108,7 @@ def test_each_client_has_the_memory_of_its_own_last_round(name: str, tmp_path: P
             memory = memories[id] if id in memories else training.memory(replace(client, round=0))
             up, memories[id] = train_one(training, server, memory, client)
             ups.append(up)
-        total = FixedPointSum(ups[0], len(ups), training.scales)
-        for up in ups:
-            total.add(up)
-        server = training.aggregate(server, total, round)
+        server = training.aggregate(server, total_of(training, ups), round)
     engine.run()
     assert_same_bits(engine.progress.server, server)
     assert {id for id in range(CLIENTS) if int(engine.progress.memory_rounds[id]) >= 0} == memories.keys()

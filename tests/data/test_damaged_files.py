@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.sources import assert_same, extend, flip, insert, machine, truncate
+from tests.sealed import put
 from tests.small_data import TEST, TRAIN, write_small
 from upfl.data import load
 from upfl.data.sources import check
@@ -70,54 +71,18 @@ def test_damaged_json_gives_a_data_error_that_names_it_or_still_valid_samples() 
         damage()
 
 
-def change_labels(document: Any) -> None:
-    document["user_data"]["f0002_b"]["y"][0] = 62
-
-
-def change_count(document: Any) -> None:
-    document["num_samples"][0] += 1
-
-
-def change_pixel(document: Any) -> None:
-    document["user_data"]["f0002_b"]["x"][0][5] = 1.5
-
-
-def make_nan(document: Any) -> None:
-    document["user_data"]["f0002_b"]["x"][0][5] = float("nan")
-
-
-def make_text(document: Any) -> None:
-    document["user_data"]["f0002_b"]["x"][0] = ["0.5"] * 784
-
-
-def shorten_image(document: Any) -> None:
-    document["user_data"]["f0002_b"]["x"][0].pop()
-
-
-def repeat_user(document: Any) -> None:
-    document["users"] = ["f0002_b", "f0002_b"]
-
-
-def drop_user(document: Any) -> None:
-    del document["user_data"]["f0001_a"]
-
-
-def fractional_label(document: Any) -> None:
-    document["user_data"]["f0002_b"]["y"][0] = 1.0
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (change_labels, "labels beyond the 62 classes"),
-        (change_count, "num_samples"),
-        (change_pixel, r"outside \[0, 1\]"),
-        (make_nan, "not valid JSON"),
-        (make_text, "784 numbers"),
-        (shorten_image, "784 numbers"),
-        (repeat_user, "distinct"),
-        (drop_user, "same writers"),
-        (fractional_label, "whole numbers"),
+        (put("user_data", "f0002_b", "y", 0, value=62), "labels beyond the 62 classes"),
+        (put("user_data", "f0002_b", "y", 0, value=1.0), "whole numbers"),
+        (put("user_data", "f0002_b", "x", 0, 5, value=1.5), r"outside \[0, 1\]"),
+        (put("user_data", "f0002_b", "x", 0, 5, value=float("nan")), "not valid JSON"),
+        (put("user_data", "f0002_b", "x", 0, value=["0.5"] * 784), "784 numbers"),
+        (put("user_data", "f0002_b", "x", 0, value=[0.5] * 783), "784 numbers"),
+        (put("num_samples", 0, value=9), "num_samples"),
+        (put("users", value=["f0002_b", "f0002_b"]), "distinct"),
+        (lambda document: document["user_data"].pop("f0001_a"), "same writers"),
     ],
 )
 def test_json_that_contradicts_itself_is_refused_with_the_reason(change: Any, problem: str) -> None:

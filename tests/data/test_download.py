@@ -61,9 +61,11 @@ def publisher() -> Iterator[Publisher]:
     thread.join()
 
 
-def publish_mnist(publisher: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Specification:
-    specification = write_small("mnist", folder)
-    downloads = tuple(publisher.publish(path.name, path.read_bytes()) for path in sorted((folder / "mnist").iterdir()))
+@pytest.fixture
+def mnist(publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Specification:
+    """As it is published there."""
+    specification, files = write_small("mnist", tmp_path), sorted((tmp_path / "mnist").iterdir())
+    downloads = tuple(publisher.publish(path.name, path.read_bytes()) for path in files)
     specification = replace(specification, downloads=downloads)
     monkeypatch.setitem(CATALOG, "mnist", specification)
     return specification
@@ -83,10 +85,7 @@ def archive(folder: Path, extra: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_missing_set_is_downloaded_once(
-    bare: Path, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish_mnist(publisher, tmp_path, monkeypatch)
+def test_a_missing_set_is_downloaded_once(bare: Path, publisher: Publisher, mnist: Specification) -> None:
     assert len(load("mnist").labels) == TRAIN + TEST
     assert locate("mnist") == bare / "datasets" / "mnist"
     load("mnist")
@@ -134,6 +133,7 @@ def test_an_archive_that_would_unpack_to_more_than_the_limit_is_refused(
     assert locate("cifar100") is None
 
 
+@pytest.mark.usefixtures("mnist")
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
@@ -147,14 +147,8 @@ def test_an_archive_that_would_unpack_to_more_than_the_limit_is_refused(
     ],
 )
 def test_a_download_that_fails_says_why_and_leaves_nothing(
-    answer: tuple[int, bytes, int],
-    problem: str,
-    bare: Path,
-    tmp_path: Path,
-    publisher: Publisher,
-    monkeypatch: pytest.MonkeyPatch,
+    answer: tuple[int, bytes, int], problem: str, bare: Path, publisher: Publisher
 ) -> None:
-    publish_mnist(publisher, tmp_path, monkeypatch)
     publisher.pages["/train-labels-idx1-ubyte.gz"] = answer
     with pytest.raises(DataError, match=rf"cannot fetch MNIST: .*{problem}.*By hand: get .* into {bare}"):
         load("mnist")
@@ -162,10 +156,8 @@ def test_a_download_that_fails_says_why_and_leaves_nothing(
     assert list((bare / "datasets").iterdir()) == []
 
 
-def test_a_download_with_another_checksum_is_refused(
-    bare: Path, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish_mnist(publisher, tmp_path, monkeypatch)
+@pytest.mark.usefixtures("bare", "mnist")
+def test_a_download_with_another_checksum_is_refused(publisher: Publisher) -> None:
     status, body, length = publisher.pages["/t10k-images-idx3-ubyte.gz"]
     publisher.pages["/t10k-images-idx3-ubyte.gz"] = (status, flip(body, 30, b"\1"), length)
     with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz: its md5 is"):
@@ -182,15 +174,12 @@ def test_nobody_answering_is_said(bare: Path, monkeypatch: pytest.MonkeyPatch) -
         load("mnist")
 
 
-def test_the_next_mirror_is_tried(
-    bare: Path, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    specification = publish_mnist(publisher, tmp_path, monkeypatch)
-    gone = [item.urls[0].replace(publisher.address, f"{publisher.address}/gone") for item in specification.downloads]
-    downloads = tuple(
-        replace(item, urls=(url, *item.urls)) for url, item in zip(gone, specification.downloads, strict=True)
-    )
-    monkeypatch.setitem(CATALOG, "mnist", replace(specification, downloads=downloads))
+@pytest.mark.usefixtures("bare")
+def test_the_next_mirror_is_tried(publisher: Publisher, mnist: Specification, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = f"{publisher.address}/gone"
+    urls = [(item.urls[0].replace(publisher.address, gone), *item.urls) for item in mnist.downloads]
+    downloads = tuple(replace(item, urls=both) for item, both in zip(mnist.downloads, urls, strict=True))
+    monkeypatch.setitem(CATALOG, "mnist", replace(mnist, downloads=downloads))
     assert len(load("mnist").labels) == TRAIN + TEST
 
 

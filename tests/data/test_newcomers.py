@@ -1,7 +1,5 @@
 """Who is a newcomer: a share, a list, a column; and newcomers without labels."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

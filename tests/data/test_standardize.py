@@ -1,7 +1,5 @@
 """Mean and deviation of features: exact, from training clients alone, the same whoever holds which rows."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from pathlib import Path

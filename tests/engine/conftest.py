@@ -1,7 +1,5 @@
 """A small run whose clients remember, trained once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training clients that stand aside: they never train, nothing is fitted on them, and they choose the round."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A client more or a client less: sums taken away and added to the bit; nothing of whoever left in what is fitted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +101,17 @@ def test_what_is_fitted_anew_knows_nothing_of_the_client_that_left(run: Path, tm
 
 
 def test_from_scratch_is_a_training_without_the_client(run: Path, tmp_path: Path) -> None:
-    said = upfl("forget", run, "--client", "2", "--from-scratch", "--out", tmp_path / "out", "--workers", "1")
-    assert said.code == 0, said.err
+    upfl("forget", run, "--client", "2", "--from-scratch", "--out", tmp_path / "out", "--workers", "1").ended()
     anew = ran(config_of("partition.without=[2]"), tmp_path / "anew")
     assert_same(server(tmp_path / "out"), server(anew))
     assert not torch.equal(server(anew)["filters"], server(run)["filters"])
 
 
 def test_the_commands_say_what_stays(run: Path, tmp_path: Path) -> None:
-    said = upfl("forget", run, "--client", "1", "--out", tmp_path / "without")
-    assert said.code == 0, said.err
+    said = upfl("forget", run, "--client", "1", "--out", tmp_path / "without").ended()
     assert "Whitening and filters are the run's" in said.out
     assert "still holds its part" in said.out
-    said = upfl("join", tmp_path / "without", "--client", "1", "--out", tmp_path / "with")
-    assert said.code == 0, said.err
+    upfl("join", tmp_path / "without", "--client", "1", "--out", tmp_path / "with").ended()
     assert_same(server(tmp_path / "with"), server(run))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.engine import run
 from tests.plugin_methods import (
     FAULTS,
     MARK,
@@ -29,7 +30,6 @@ from tests.plugin_methods import (
     arguments,
     assert_memory_counted_once,
     assert_same,
-    entered,
     eventually,
     lines,
     marked,
@@ -42,11 +42,7 @@ from upfl import api
 from upfl.config import Config
 from upfl.methods import ROWS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def methods() -> Iterator[None]:
-    with entered():
-        yield
+pytestmark = pytest.mark.usefixtures("methods")
 
 
 @pytest.fixture
@@ -57,7 +53,6 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv(MARK, value)
-    monkeypatch.setenv("UPFL_PLUGINS", PLUGIN)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the engine sets it: put back at the end
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     yield value
@@ -69,11 +64,6 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     assert list(temporary.glob("upfl*")) == [], "temporary files are left"
 
 
-def one(config: Config, path: Path) -> Path:
-    api.train(config, path, workers=1)
-    return path
-
-
 # The same bits
 
 
@@ -83,7 +73,7 @@ def test_two_workers_give_the_bits_of_one_with_memory_and_clients_left_out(
     monkeypatch.setenv(FAULTS, "loss:1:2 inf:1:3 nan:2:6")
     config = small(clients_per_round=1.0, checkpoint_every=3)
     api.train(config, tmp_path / "two", workers=2)
-    assert_same(tmp_path / "two", one(config, tmp_path / "one"))
+    assert_same(tmp_path / "two", run(config, tmp_path / "one"))
     assert_memory_counted_once(tmp_path / "two")
     assert result(tmp_path / "two")["left_out"] == 3
 
@@ -92,7 +82,7 @@ def test_three_workers_give_the_bits_of_one_with_fewer_clients_than_workers(tmp_
     config = small("fedtta-prox", clients_per_round=0.25, score=["early-stopped", "none"])
     api.train(config, tmp_path / "three", workers=3)
     assert [line["clients"] for line in lines(tmp_path / "three")] == [2] * 4
-    assert_same(tmp_path / "three", one(config, tmp_path / "one"))
+    assert_same(tmp_path / "three", run(config, tmp_path / "one"))
 
 
 def environment(mark: str, **more: str) -> dict[str, str]:
@@ -117,7 +107,7 @@ def torchrun(mark: str, folder: Path, *command: str | Path, **more: str) -> subp
 def test_torchrun_gives_the_bits_of_one_process(tmp_path: Path, mark: str) -> None:
     ended = torchrun(mark, tmp_path, *arguments(), "--out", "run", "--json")
     assert ended.returncode == 0, ended.stderr
-    assert_same(tmp_path / "run", one(small(), tmp_path / "one"))
+    assert_same(tmp_path / "run", run(small(), tmp_path / "one"))
     assert json.loads(ended.stdout)[0]["rows"] == result(tmp_path / "run")["rows"]
 
 
@@ -127,7 +117,7 @@ def test_a_process_of_torchrun_that_dies_ends_the_run_which_one_worker_finishes(
     assert len(lines(tmp_path / "run")) == 2
     assert eventually(lambda: not marked(mark)), "the other process goes on"
     api.resume(tmp_path / "run", workers=1)
-    assert_same(tmp_path / "run", one(small(), tmp_path / "one"))
+    assert_same(tmp_path / "run", run(small(), tmp_path / "one"))
     assert_memory_counted_once(tmp_path / "run")
 
 
@@ -149,13 +139,11 @@ def test_a_worker_that_dies_or_a_round_that_fails_ends_the_run_which_can_be_resu
 ) -> None:
     path = tmp_path / "run"
     monkeypatch.setenv(FAULTS, fault)
-    said = upfl(*arguments(), "--score", "fragile", "--workers", "2", "--out", path)
-    assert said.code == 4, said.err
-    assert [word for word in words if word not in said.err] == [], said.err
+    upfl(*arguments(), "--score", "fragile", "--workers", "2", "--out", path).ended(4, *words)
     assert eventually(lambda: not marked(mark)), "a worker is left"
     monkeypatch.delenv(FAULTS)
     assert upfl("resume", path, "--workers", "1").code == 0
-    assert_same(path, one(small(score=["fragile"]), tmp_path / "one"))
+    assert_same(path, run(small(score=["fragile"]), tmp_path / "one"))
     assert_memory_counted_once(path)
 
 
@@ -163,8 +151,7 @@ def test_the_second_of_three_workers_is_named_when_it_dies(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FAULTS, "aggregate-kill:1:*:2")
-    said = upfl(*arguments(), "--workers", "3", "--out", tmp_path / "run")
-    assert said.code == 4
+    said = upfl(*arguments(), "--workers", "3", "--out", tmp_path / "run").ended(4)
     assert re.search(r"worker 2 .*SIGKILL", said.err), said.err
     assert "worker 1 " not in said.err
 
@@ -242,7 +229,7 @@ def wait_for(run: Path, rounds: int, child: Child) -> None:
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That run, not stopped."""
-    return one(long(), tmp_path_factory.mktemp("long") / "run")
+    return run(long(), tmp_path_factory.mktemp("long") / "run")
 
 
 def assert_resumes(path: Path, reference: Path, workers: int = 1) -> None:
@@ -336,12 +323,12 @@ def test_workers_of_one_machine_use_the_loopback_interface_only(tmp_path: Path, 
     path = tmp_path / "run"
     first = Child(path, long(), workers=2, environment=own(mark, tmp_path))
     assert eventually(lambda: len(marked(mark)) == 1, 120)
-    pids, seen, metrics = [*marked(mark), int(first.process.pid or 0)], set(), path / "metrics.jsonl"
+    pids, seen = [*marked(mark), int(first.process.pid or 0)], set()
 
     def look() -> bool:
         with contextlib.suppress(OSError):  # one has just ended
             seen.update(sockets(pids))
-        return metrics.exists() and metrics.read_bytes().count(b"\n") > 5
+        return rounds_done(path) > 5
 
     assert eventually(look, 120)
     first.kill()
@@ -370,7 +357,7 @@ def test_every_row_has_the_same_bits_over_several_processes(tmp_path: Path, mark
         assert ended.returncode == 0, ended.stderr
     else:
         api.train(small(row), tmp_path / "run", workers=int(how))
-    assert_same(tmp_path / "run", one(small(row), tmp_path / "one"))
+    assert_same(tmp_path / "run", run(small(row), tmp_path / "one"))
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.observers import Watching
+from tests.runs import assert_same_bits
 from upfl import api
 from upfl.config import configure
 from upfl.contract import Batch, Task, Training
@@ -49,6 +50,13 @@ def trained(training: Training[Any], steps: Any, rounds: tuple[int, ...] = (0, 7
     return ends
 
 
+def assert_same_ends(training: Training[Any], recorded: Recorded) -> None:
+    replayed = trained(training, recorded)
+    for (carry, loss), (ours, our_loss) in zip(trained(training, as_written), replayed, strict=True):
+        assert torch.equal(our_loss, loss)
+        assert_same_bits(ours, carry)
+
+
 @pytest.mark.parametrize("changes", [{}, {"clip": 0.5}], ids=["", "clipped"])
 @pytest.mark.parametrize("name", CLAIMING)
 def test_a_recorded_step_has_the_bits_of_the_step(name: str, changes: dict[str, float]) -> None:
@@ -56,13 +64,8 @@ def test_a_recorded_step_has_the_bits_of_the_step(name: str, changes: dict[str, 
     # The first layer is wide beside a batch, so that its gradient stays in factors; the others are not.
     training = kind(task(mlp(64, (96, 16), 10)), kind.Hyper(iterations=9, batch_size=16, **changes))
     recorded = Recorded(worth=1)
-    replayed = trained(training, recorded)
+    assert_same_ends(training, recorded)
     assert len(recorded._graphs) >= 2  # a full batch, and a pass's last
-    for (carry, loss), (ours, our_loss) in zip(trained(training, as_written), replayed, strict=True):
-        assert ours.keys() == carry.keys()
-        assert torch.equal(our_loss, loss)
-        different = [key for key, value in carry.items() if not torch.equal(ours[key], value)]
-        assert not different
 
 
 def test_a_shape_is_recorded_once_it_has_come_up_often_enough() -> None:
@@ -139,9 +142,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_written_and_that_is_said_once(ki
     training = kind(Task(mlp(64, (24, 16), 10), 10, 2), kind.Hyper(iterations=4, batch_size=16))
     said = list[str]()
     recorded = Recorded(said.append, worth=0)
-    for (carry, loss), (ours, our_loss) in zip(trained(training, as_written), trained(training, recorded), strict=True):
-        assert torch.equal(our_loss, loss)
-        assert all(torch.equal(ours[name], value) for name, value in carry.items())
+    assert_same_ends(training, recorded)
     assert not recorded._graphs
     assert len(said) == 1
     assert reason in said[0]
@@ -165,7 +166,7 @@ def test_a_recorder_that_fails_changes_no_bit_and_the_observer_is_told(
     expected = api.train(config, tmp_path / "sound", workers=1, observer=sound).published("none").state
     monkeypatch.setattr(torch.jit, "trace", broken)
     ours = api.train(config, tmp_path / "troubled", workers=1, observer=troubled).published("none").state
-    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert_same_bits(ours, expected)
     assert not sound.notes
     assert [note for note in troubled.notes if "no TorchScript here" in note] == troubled.notes != []
 
@@ -177,8 +178,7 @@ def test_a_rate_that_does_not_depend_on_the_round_is_recorded_too() -> None:
 
     training = Steady(Task(mlp(64, (24, 16), 10), 10, 2), Steady.Hyper(iterations=4, batch_size=16))
     recorded = Recorded(worth=0)
-    for (carry, _), (ours, _) in zip(trained(training, as_written), trained(training, recorded), strict=True):
-        assert all(torch.equal(ours[name], value) for name, value in carry.items())
+    assert_same_ends(training, recorded)
     assert recorded._graphs
 
 

@@ -1,7 +1,5 @@
 """Stops at any moment, followed by `resume`."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import difference, distance
+from tests.helpers.params import difference, distance
 from upfl.config import configure
 from upfl.contract import Batch, Task, Training
 from upfl.data import Partition, build_federation, load
@@ -36,23 +36,27 @@ class _Double(Inputs):
         return super().x(indices, angle).double()
 
 
-def clients_of_different_sizes(sizes: tuple[int, ...]) -> list[LocalClient]:
+def clients_of_different_sizes(sizes: tuple[int, ...], dtype: torch.dtype) -> list[LocalClient]:
     federation = build_federation(load("digits"), Partition(kind="iid", clients=20), 0)
     held = np.concatenate([federation.training.train(i)[:size] for i, size in enumerate(sizes)])
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     own = Clients(held, offsets, np.array(sizes), np.zeros(len(sizes)))
-    inputs = _Double(federation.source)
+    inputs = (_Double if dtype == torch.float64 else Inputs)(federation.source)
     return [LocalClient(replace(federation, training=own), inputs, 3, i, 2) for i in range(len(sizes))]
 
 
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-5), (torch.float32, 1e-3)])
 @pytest.mark.parametrize("model", ["mlp", "convnet"])
 @pytest.mark.parametrize("name", CLAIMING)
-def test_clients_trained_together_end_where_each_would_alone(name: str, model: str) -> None:
+def test_clients_trained_together_end_where_each_would_alone(
+    name: str, model: str, dtype: torch.dtype, within: float
+) -> None:
+    """In single precision, which is used, a step alone takes other kernels."""
     built = mlp(64, (24, 16), 10) if model == "mlp" else convnet((1, 8, 8), 10, hidden=16, width=0.25)
     kind = TRAININGS[name]
-    clients = clients_of_different_sizes((17, 9, 24))  # batches of 8: some are partial, at different steps
+    clients = clients_of_different_sizes((17, 9, 24), dtype)  # batches of 8: some are partial, at different steps
     training: Training[Any] = kind(Task(built, 10, len(clients)), kind.Hyper(iterations=4, batch_size=8))
-    server = {key: value.double() for key, value in training.init(generator(1, "server")).items()}
+    server = {key: value.to(dtype) for key, value in training.init(generator(1, "server")).items()}
 
     def begun() -> list[State]:
         return [training.begin(server, training.memory(client), client) for client in clients]
@@ -62,30 +66,9 @@ def test_clients_trained_together_end_where_each_would_alone(name: str, model: s
         alone = [train_alone(training, carry, client, 2) for carry, client in zip(begun(), clients, strict=True)]
         together = train_together(training, begun(), clients, 2)
     for start, (carry, loss), (ours, our_loss) in zip(before, alone, together, strict=True):
-        assert ours.keys() == carry.keys()
-        moved = difference(carry, start)
-        assert distance(ours, carry, scale=moved) < 1e-5
-        assert float(our_loss) == pytest.approx(float(loss), rel=1e-7)
+        assert distance(ours, carry, scale=difference(carry, start)) < within
+        assert float(our_loss) == pytest.approx(float(loss), rel=within / 100)
     assert distance(together[0][0], together[1][0]) > 1e-4  # they are not all the same client
-
-
-@pytest.mark.parametrize("model", ["mlp", "convnet"])
-def test_clients_train_together_in_single_precision(model: str) -> None:
-    """The precision that is used, in which a step alone takes other kernels."""
-    built = mlp(64, (24, 16), 10) if model == "mlp" else convnet((1, 8, 8), 10, hidden=16, width=0.25)
-    training = TRAININGS["fedtta"](Task(built, 10, 2), TRAININGS["fedtta"].Hyper(iterations=2, batch_size=8))
-    clients = clients_of_different_sizes((17, 9))
-    clients = [replace(client, inputs=Inputs(client.federation.source)) for client in clients]
-    server = training.init(generator(1, "server"))
-
-    def begun() -> list[State]:
-        return [training.begin(server, {}, client) for client in clients]
-
-    with torch.no_grad():
-        alone = [train_alone(training, carry, client, 2) for carry, client in zip(begun(), clients, strict=True)]
-        together = train_together(training, begun(), clients, 2)
-    for start, (carry, _), (ours, _) in zip(begun(), alone, together, strict=True):
-        assert distance(ours, carry, scale=difference(carry, start)) < 1e-3
 
 
 def test_padding_fills_up_to_the_longest_batch_and_does_not_count() -> None:

@@ -1,7 +1,5 @@
 """A small run that is scored anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which clients are harmed, counted client by client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The names of corrected personalizers, from end to end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ def composite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
 
 def test_a_run_is_scored_under_corrected_personalizers(composite: tuple[Path, Said]) -> None:
     out, said = composite
-    assert said.code == 0, said.err
+    said.ended()
     rows = lines(out)[-1]["rows"]
     assert rows.keys() == {"fedtta", *(f"fedtta+{name}" for name in COMPOSITE)}
     assert all(0 <= row["test"] <= 100 for row in rows.values())
@@ -87,9 +85,7 @@ def test_a_stored_run_scores_corrected_personalizers_with_its_own_settings(compo
     ],
 )
 def test_wrong_combinations_say_what_can_be_combined(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    said = upfl("train", "fedavg", "digits", "--rounds", "1", "--score", name, "--out", tmp_path / "run")
-    assert said.code == 2, said.err
-    assert [word for word in words if word not in said.err] == [], said.err
+    upfl("train", "fedavg", "digits", "--rounds", "1", "--score", name, "--out", tmp_path / "run").ended(2, *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -100,9 +96,7 @@ def test_none_as_a_base_is_no_base() -> None:
 def test_settings_that_cannot_go_together_are_refused_before_training(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ("--score", "label-shift,auto", "--set", "label-shift.gate=5", "--workers", "1", "--out", out)
-    said = upfl("train", "fedavg", "digits", "--rounds", "1", *options)
-    assert said.code == 2, said.err
-    assert "gate.label-shift" in said.err
+    upfl("train", "fedavg", "digits", "--rounds", "1", *options).ended(2, "gate.label-shift")
     assert not out.exists()
 
 

@@ -1,13 +1,10 @@
 """Experiments: which trainings they need, that they can be stopped and go on, and what is scored after a training."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -16,7 +13,7 @@ import pytest
 import torch
 
 from tests.observers import Watching
-from tests.plugin_methods import FAULTS, PLUGIN, Said, assert_same, entered, eventually, result, small, upfl
+from tests.plugin_methods import FAULTS, Said, assert_same, eventually, result, small, upfl
 from upfl import api
 from upfl.config import Config
 from upfl.engine.rounds import Observer, one_thread
@@ -30,31 +27,10 @@ from upfl.experiments.plan import Job, plan
 from upfl.personalize.fedtta import EarlyStopped, EarlyStoppedHyper, GuidedHyper, OneStep
 from upfl.personalize.tent import Tent, TentHyper
 
+pytestmark = pytest.mark.usefixtures("methods", "wide")
 
-@pytest.fixture(scope="module", autouse=True)
-def methods() -> Iterator[None]:
-    with entered():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.setenv("UPFL_PLUGINS", PLUGIN)
-
-
-SCALE = (
-    "--profile",
-    "smoke",
-    "--data",
-    "digits",
-    "--workers",
-    "1",
-    "--set",
-    "iterations=2",
-    "--set",
-    "model.hidden=16",
-)
+SETTINGS = ("--set", "iterations=2", "--set", "model.hidden=16")
+SCALE = ("--profile", "smoke", "--data", "digits", "--workers", "1", *SETTINGS)
 
 
 def experiment(out: Path, name: str, methods: str, *more: str | Path) -> Said:
@@ -74,20 +50,16 @@ def experiment(out: Path, name: str, methods: str, *more: str | Path) -> Said:
     ],
 )
 def test_a_wrong_name_is_refused_with_the_nearest(tmp_path: Path, arguments: tuple[str, ...], words: list[str]) -> None:
-    said = upfl("experiment", *arguments, "--out", tmp_path / "out")
-    assert said.code == 2
-    assert [word for word in words if word not in said.err] == []
+    upfl("experiment", *arguments, "--out", tmp_path / "out").ended(2, *words)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_says_what_would_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    said = experiment(tmp_path / "out", "overall", "fedavg,tent,fedtta", "--seeds", "0,1", "--dry-run")
-    assert said.code == 0
+    said = experiment(tmp_path / "out", "overall", "fedavg,tent,fedtta", "--seeds", "0,1", "--dry-run").ended()
     assert "6 rows from 4 trainings" in said.out
     assert "digits-fedavg-s1-p0" in said.out
     assert "Measured" not in said.out
-    said = experiment(tmp_path / "out", "overall", "fedavg,tent", "--forecast")
-    assert said.code == 0
+    said = experiment(tmp_path / "out", "overall", "fedavg,tent", "--forecast").ended()
     assert "about" in said.out
     assert "Measured" in said.out
     assert list(tmp_path.iterdir()) == []
@@ -119,15 +91,13 @@ def test_what_does_not_fit_into_the_hours_is_listed_and_goes_on_to_the_same_bits
 
 
 def test_a_campaign_lists_what_did_not_fit(tmp_path: Path) -> None:
-    said = experiment(tmp_path / "out", "overall", "fedavg,fedtta", "--hours", "0")
-    assert said.code == 0
+    said = experiment(tmp_path / "out", "overall", "fedavg,fedtta", "--hours", "0").ended()
     assert "2 did not fit into 0 hours" in said.out
     assert "digits-fedtta-s0-p0 (not begun), about" in said.out
 
 
 def test_rows_that_share_a_training_are_trained_once_and_done_ones_are_skipped(tmp_path: Path) -> None:
-    said = experiment(tmp_path, "overall", "fedavg,tent,fedtta-prox,fedtta++")
-    assert said.code == 0
+    experiment(tmp_path, "overall", "fedavg,tent,fedtta-prox,fedtta++").ended()
     assert {path.name for path in tmp_path.iterdir()} == {
         "experiment.toml",
         "digits-fedavg-s0-p0",
@@ -149,16 +119,13 @@ def test_a_training_that_fails_is_reported_and_the_others_go_on(
     rows = "counting+none,fedavg"
     assert experiment(tmp_path / "whole", "overall", rows).code == 0
     monkeypatch.setenv(FAULTS, "begin-raise:1:*")
-    said = experiment(tmp_path / "out", "overall", rows)
-    assert said.code == 4
+    said = experiment(tmp_path / "out", "overall", rows).ended(4, "digits-counting-s0-p0")
     assert "told to fail at begin in round 1" in said.out
-    assert "digits-counting-s0-p0" in said.err
     assert "told to fail" in (tmp_path / "out" / "failures" / "digits-counting-s0-p0.txt").read_text()
     assert_same(tmp_path / "out" / "digits-fedavg-s0-p0", tmp_path / "whole" / "digits-fedavg-s0-p0")
 
     monkeypatch.delenv(FAULTS)
-    said = experiment(tmp_path / "out", "overall", rows)
-    assert said.code == 0
+    said = experiment(tmp_path / "out", "overall", rows).ended()
     assert "1 trainings done, 1 were done before" in said.out
     assert not list((tmp_path / "out" / "failures").iterdir())
     for name in ("digits-fedavg-s0-p0", "digits-counting-s0-p0"):
@@ -190,12 +157,8 @@ def test_an_experiment_that_was_killed_gives_the_same_tables_when_started_again(
 
 def test_a_folder_with_another_experiment_or_other_settings_is_refused(tmp_path: Path) -> None:
     assert experiment(tmp_path, "overall", "fedavg").code == 0
-    said = experiment(tmp_path, "learning-curves", "fedavg")
-    assert said.code == 4
-    assert "'overall'" in said.err
-    said = experiment(tmp_path, "overall", "fedavg", "--rounds", "5")
-    assert said.code == 4
-    assert "rounds is 3, and 5 was asked for" in said.err
+    experiment(tmp_path, "learning-curves", "fedavg").ended(4, "'overall'")
+    experiment(tmp_path, "overall", "fedavg", "--rounds", "5").ended(4, "rounds is 3, and 5 was asked for")
 
 
 # New clients

@@ -1,7 +1,5 @@
 """A trained run scored anew: its bounds, its draws, and other new clients."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -159,8 +157,7 @@ def test_drawn_newcomers_are_as_asked(scorer: Scorer, classes: int, samples: int
 
 def test_draws_that_the_data_cannot_fill_are_told(run: Path, tmp_path: Path) -> None:
     """Two classes of digits' new clients have under 600 samples: a curve must not say 600."""
-    said = upfl("score", run, "--score", "none", "--sizes", "600", "--classes", "2", "--draws", "2", "--json")
-    assert said.code == 0, said.err
+    said = upfl("score", run, "--score", "none", "--sizes", "600", "--classes", "2", "--draws", "2", "--json").ended()
     (curve,) = json.loads(said.out)["newcomers"]
     assert curve["samples"] == 600
     assert 100 < curve["mean_samples"] < 600
@@ -170,10 +167,7 @@ def test_more_classes_than_there_are_are_refused_before_anything_is_fitted(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("upfl.experiments.score.fit_needs", lambda *given, **more: pytest.fail("it was fitted"))
-    said = upfl("score", run, "--score", "none", "--classes", "2,11")
-    assert said.code == 2
-    assert "--classes 11" in said.err
-    assert "10 classes" in said.err
+    upfl("score", run, "--score", "none", "--classes", "2,11").ended(2, "--classes 11", "10 classes")
 
 
 def test_other_new_clients_are_scored_with_the_same_fits(run: Path) -> None:
@@ -192,9 +186,7 @@ def test_new_clients_that_would_change_the_training_are_refused(run: Path) -> No
         ("new_fracton=0.5", ("new_fracton", "new_fraction")),
         ("new_fraction", ("--new new_fraction", "key=value")),
     ):
-        said = upfl("score", run, "--score", "none", "--new", setting)
-        assert said.code == 2, said.err
-        assert [word for word in words if word not in said.err] == [], said.err
+        upfl("score", run, "--score", "none", "--new", setting).ended(2, *words)
 
 
 # Labels of new clients

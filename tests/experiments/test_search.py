@@ -1,7 +1,5 @@
 """The search: what it looks at, that it goes on after any stop, and that what it finds can be trained with."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -137,9 +135,7 @@ def test_a_trial_that_fails_is_reported_and_counts_for_nothing(tmp_path: Path) -
     """A rate at which training diverges: every client's update is refused."""
     scale = ("--profile", "smoke", "--rounds", "2", "--trials", "1")
     said = upfl("search", "fedavg", "digits", *scale, "--range", "lr=1e25:1e30", "--out", tmp_path / "s")
-    assert said.code == 4
-    assert "every one of the 4 clients had to be left out" in said.out
-    assert "no trial succeeded" in said.err
+    assert "every one of the 4 clients had to be left out" in said.ended(4, "no trial succeeded").out
     assert not (tmp_path / "s" / "best.toml").exists()
 
 
@@ -191,17 +187,13 @@ def test_a_folder_with_another_search_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_name_is_refused(tmp_path: Path, arguments: tuple[str, ...], words: list[str]) -> None:
-    said = upfl("search", *arguments, "--out", tmp_path / "out")
-    assert said.code == 2
-    assert [word for word in words if word not in said.err] == []
+    upfl("search", *arguments, "--out", tmp_path / "out").ended(2, *words)
     assert not (tmp_path / "out").exists()
 
 
 def test_without_optuna_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    said = upfl("search", "fedavg", "digits", "--out", tmp_path / "out")
-    assert said.code == 2
-    assert 'pip install "upfl[search]"' in said.err
+    upfl("search", "fedavg", "digits", "--out", tmp_path / "out").ended(2, 'pip install "upfl[search]"')
     with pytest.raises(ConfigError):
         module.import_optuna()
 

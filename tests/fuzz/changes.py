@@ -1,7 +1,5 @@
 """Changes to what is good, each by a source of random numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What is taken in: each family makes something good, and gives a function that changes and takes it in."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Data of one's own, damaged: tables, arrays, image folders, Hugging Face folders, and what was added before."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

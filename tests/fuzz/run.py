@@ -1,7 +1,5 @@
 """Cases one after another, watched: time, memory, files outside."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import resource

@@ -1,7 +1,5 @@
 """What tests of bundles share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Newcomers with a class mix of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small runs by one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from upfl import api

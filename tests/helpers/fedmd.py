@@ -1,7 +1,5 @@
 """Small federations of clients with different models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.reference import CLASSES, Case, Params, forward_mlp, gradient, leaves
+from tests.helpers.params import Params, gradient, leaves
+from tests.reference import CLASSES, Case, forward_mlp
 from upfl.config import Config, configure
 from upfl.contract import Batch, Task
 from upfl.methods import make_training

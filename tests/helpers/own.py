@@ -1,7 +1,5 @@
 """Data of one's own, made on the spot: patients in a table, digits as images in folders, notes as texts."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A page runs in a process of its own, forked from one that has imported everythin
 spend most of its time on that. Trainings get one worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.reference import CLASSES, Case, Params, doubled
+from tests.helpers.params import Params, doubled
+from tests.reference import CLASSES, Case
 from upfl.contract import Personalized, Published, Task, Training, Unlabelled
 from upfl.methods import PERSONALIZERS, make_personalizer
 from upfl.randomness import generator

@@ -1,7 +1,5 @@
 """Reports, written and read."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path

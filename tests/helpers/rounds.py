@@ -1,7 +1,5 @@
 """A client's round by the contract, and small whole runs."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import Somebody, doubled
+from tests.helpers.params import doubled
+from tests.reference import Somebody
 from tests.runs import Outcome, ran
 from upfl.config import Config, configure
 from upfl.contract import Batch, Client, Split, Training

@@ -1,7 +1,5 @@
 """Small configurations of runs that are scored anew."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from upfl.config import Config, configure

@@ -1,7 +1,5 @@
 """Federations with label shift and feature shift, whose truth is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Any torch.nn.Module as a model: its derivatives, its head, its random numbers."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import plugin_models
+from tests.helpers.params import difference, distance, doubled
 from tests.modules import SHAPE, as_it_is, batch, own
-from tests.reference import CLASSES, MetaStep, Somebody, difference, distance, doubled
+from tests.reference import CLASSES, MetaStep, Somebody
 from upfl import models
 from upfl.contract import Batch, Task
 from upfl.engine.fold import FixedPointSum

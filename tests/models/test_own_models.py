@@ -1,7 +1,5 @@
 """A model of one's own, from its registration to a newcomer's file: by name, by class, on the command line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

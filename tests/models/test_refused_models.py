@@ -1,7 +1,5 @@
 """Modules that cannot work, and trainings that do not take a model: told in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What was made before is found by its contents, and the oldest is given up first."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

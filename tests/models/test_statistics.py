@@ -1,7 +1,5 @@
 """BatchNorm: running statistics in local training, in the sum over clients, and under TENT."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

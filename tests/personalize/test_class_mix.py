@@ -1,8 +1,6 @@
 """Estimates of a class mix: variational Bayes, expectation-maximisation and black-box estimation,
 each against enumeration, slow loops or optimality conditions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

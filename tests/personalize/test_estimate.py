@@ -1,7 +1,5 @@
 """Estimated accuracy and how far it can be relied upon."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy.stats

@@ -5,25 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.helpers.params import Params, doubled
 from tests.helpers.personalize import assert_logits, fedavg, fedtta, personalize, psi_of, publish
-from tests.reference import (
-    CASES,
-    Case,
-    Params,
-    doubled,
-    entropy_in_bits,
-    guide_gradient_norm,
-    guided_step,
-    guided_step_by_batches,
-)
+from tests.reference import CASES, Case, entropy_in_bits, guide_gradient_norm, guided_step, guided_step_by_batches
 from upfl.contract import Personalized, Published, Task
 from upfl.errors import ConfigError
 from upfl.methods import PERSONALIZERS, make_personalizer
 from upfl.models import mlp
 from upfl.randomness import generator
 from upfl.state import select
-from upfl.training.fedtta import FedTTAProx, FedTTAProxHyper
+from upfl.training.fedtta import FedTTA, FedTTAProx, FedTTAProxHyper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,53 +28,40 @@ def phi_of(published: Published) -> Params:
 # One step
 
 
-@pytest.mark.parametrize("n", [1, 10, 64, 65, 600])
-def test_one_step_is_the_method_cards_formula_for_any_number_of_samples(case: Case, n: int) -> None:
-    training = fedtta(case, inner_lr=0.5, weight_decay=0.01)
-    published = publish(training, 33)
-    x = case.x(n, 1)
-    psi, phi = psi_of(published), phi_of(published)
-    assert guide_gradient_norm(case.forward, psi, phi, x) < 10, "the case clips"
-    adapted = guided_step(case.forward, psi, phi, x, 0.5 * 0.99**3.3, 0.01)
-    personalized = personalize("one-step", training, published, x.float())
+def assert_step(training: FedTTA, published: Published, case: Case, x: Tensor, adapted: Params, **hyper: Any) -> None:
+    """A client's logits move as a reference's do."""
+    personalized, psi = personalize("one-step", training, published, x.float(), **hyper), psi_of(published)
     assert_logits(personalized.logits, case.forward(adapted, x), case.forward(psi, x))
     torch.testing.assert_close(personalized.before.double(), case.forward(psi, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "batch"), [(1, 64), (10, 64), (64, 64), (65, 64), (600, 64), (100, 25)])
+def test_one_step_is_the_method_cards_formula_for_any_number_of_samples(case: Case, n: int, batch: int) -> None:
+    training = fedtta(case, inner_lr=0.5, weight_decay=0.01, batch_size=batch)
+    published, x = publish(training, 33), case.x(n, 1)
+    psi, phi = psi_of(published), phi_of(published)
+    assert guide_gradient_norm(case.forward, psi, phi, x) < 10, "the case clips"
+    adapted = guided_step(case.forward, psi, phi, x, 0.5 * 0.99**3.3, 0.01, batch)
+    assert_step(training, published, case, x, adapted)
 
 
 @pytest.mark.parametrize(("n", "batch"), [(90, 64), (64, 64), (30, 64), (90, 100), (600, 32)])
 def test_one_step_may_average_the_norms_of_batches_as_the_authors_code_does(case: Case, n: int, batch: int) -> None:
     training = fedtta(case, inner_lr=0.5, weight_decay=0.01, batch_size=batch)
-    published = publish(training, 0)
-    x = case.x(n, 1)
-    psi, phi = psi_of(published), phi_of(published)
-    adapted = guided_step_by_batches(case.forward, psi, phi, x, 0.5, 0.01, batch)
-    personalized = personalize("one-step", training, published, x.float(), norm="batches")
-    assert_logits(personalized.logits, case.forward(adapted, x), case.forward(psi, x))
-    ours = personalize("one-step", training, published, x.float())
-    one_batch = n <= batch
-    torch.testing.assert_close(personalized.diary.loss, ours.diary.loss, rtol=1e-4 if one_batch else 0.5, atol=1e-5)
-
-
-def test_the_batch_in_the_step_is_the_trainings(case: Case) -> None:
-    training = fedtta(case, inner_lr=0.5, batch_size=25)
-    published = publish(training, 0)
-    x = case.x(100, 1)
-    psi, phi = psi_of(published), phi_of(published)
-    adapted = guided_step(case.forward, psi, phi, x, 0.5, 1e-4, batch=25)
-    ours = personalize("one-step", training, published, x.float())
-    assert_logits(ours.logits, case.forward(adapted, x), case.forward(psi, x))
+    published, x = publish(training, 0), case.x(n, 1)
+    adapted = guided_step_by_batches(case.forward, psi_of(published), phi_of(published), x, 0.5, 0.01, batch)
+    assert_step(training, published, case, x, adapted, norm="batches")
+    ours, theirs = (personalize("one-step", training, published, x.float(), norm=norm) for norm in ("rms", "batches"))
+    torch.testing.assert_close(theirs.diary.loss, ours.diary.loss, rtol=1e-4 if n <= batch else 0.5, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [10, 600])
 def test_one_step_clips_the_gradient_to_ten(case: Case, n: int) -> None:
     training = fedtta(case, inner_lr=0.02)
-    published = publish(training, 0, phi_scale=8.0, psi_scale=2.0)
-    x = case.x(n, 1)
+    published, x = publish(training, 0, phi_scale=8.0, psi_scale=2.0), case.x(n, 1)
     psi, phi = psi_of(published), phi_of(published)
     assert guide_gradient_norm(case.forward, psi, phi, x) > 20, "the case does not clip"
-    adapted = guided_step(case.forward, psi, phi, x, 0.02, 1e-4)
-    personalized = personalize("one-step", training, published, x.float())
-    assert_logits(personalized.logits, case.forward(adapted, x), case.forward(psi, x))
+    assert_step(training, published, case, x, guided_step(case.forward, psi, phi, x, 0.02, 1e-4))
 
 
 @pytest.mark.parametrize(("name", "hyper"), [("one-step", {}), ("early-stopped", {"patience": 50}), ("tent", {})])
@@ -138,8 +118,6 @@ def binary_entropy(gap: float) -> float:
 # From a gap of 0.8 by steps of 0.5: the entropy rises to the third model, falls, and is least at the fifth, where the
 # first logit is zero and the guide falls silent.
 HILL: dict[str, Any] = {"first": 2.0, "second": 1.2, "step": 0.5}
-
-
 # From a gap of -0.2: the entropy falls from the start until the guide falls silent after four steps.
 SLOPE: dict[str, Any] = {"first": 2.0, "second": 2.2, "step": 0.5}
 SLOPE_GAPS = [-0.2, -0.7, -1.2, -1.7, -2.2]
@@ -159,62 +137,36 @@ def test_the_diary_holds_the_entropy_before_and_after_each_step(n: int) -> None:
     assert personalized.diary.entropy == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("patience", [1, 3])
-def test_falling_entropy_is_followed_to_its_end(patience: int) -> None:
-    personalized = slide(**SLOPE, patience=patience)
-    assert personalized.diary.steps == 4
-    assert len(personalized.diary.entropy) == 1 + 4 + patience
-    assert_gap(personalized, -2.2)
-
-
-@pytest.mark.parametrize("patience", [1, 2, 3])
-def test_steps_that_do_not_lower_the_entropy_end_with_the_unadapted_model(patience: int) -> None:
-    """The third step lowers the entropy against the second, but not below the least so far."""
-    personalized = slide(**HILL, patience=patience)
-    assert len(personalized.diary.entropy) == 1 + patience
-    assert personalized.diary.steps == 0
-    assert_gap(personalized, 0.8)
-
-
-def test_patience_crosses_a_hill_and_keeps_the_least_entropy_beyond() -> None:
-    personalized = slide(**HILL, patience=4)
-    assert personalized.diary.steps == 4
-    assert len(personalized.diary.entropy) == 1 + 4 + 4
-    assert_gap(personalized, -1.2)
-
-
-@pytest.mark.parametrize(("steps", "gap"), [(1, -0.7), (2, -1.2), (3, -1.7)])
-def test_no_more_steps_are_taken_than_allowed(steps: int, gap: float) -> None:
-    personalized = slide(**SLOPE, steps=steps, patience=50)
-    assert len(personalized.diary.entropy) == 1 + steps
-    assert personalized.diary.steps == steps
+@pytest.mark.parametrize(
+    ("situation", "steps", "looks", "gap"),
+    [
+        # Falling entropy is followed to its end.
+        (SLOPE | {"patience": 1}, 4, 1 + 4 + 1, -2.2),
+        (SLOPE | {"patience": 3}, 4, 1 + 4 + 3, -2.2),
+        # Steps that do not lower it end with the unadapted model; the third lowers it against the second only.
+        (HILL | {"patience": 1}, 0, 1 + 1, 0.8),
+        (HILL | {"patience": 2}, 0, 1 + 2, 0.8),
+        (HILL | {"patience": 3}, 0, 1 + 3, 0.8),
+        # Patience crosses a hill and keeps the least entropy beyond.
+        (HILL | {"patience": 4}, 4, 1 + 4 + 4, -1.2),
+        # No more steps are taken than allowed, and fifty by default.
+        (SLOPE | {"patience": 50, "steps": 1}, 1, 1 + 1, -0.7),
+        (SLOPE | {"patience": 50, "steps": 2}, 2, 1 + 2, -1.2),
+        (SLOPE | {"patience": 50, "steps": 3}, 3, 1 + 3, -1.7),
+        ({"first": 60.0, "second": 60.0, "step": 0.5}, 50, 1 + 50, -25.0),
+        # Adapted candidates are compared with each other only, though the unadapted model's 0.8 has less entropy.
+        (HILL | {"patience": 1, "candidates": "adapted"}, 1, 1 + 2, 0.3),
+        (HILL | {"patience": 3, "steps": 3, "candidates": "adapted"}, 3, 1 + 3, -0.7),
+        # A tie is no fall: the guide is silent from the start.
+        ({"first": -1.0, "second": 0.0, "step": 0.5, "patience": 3}, 0, 1 + 3, -1.0),
+    ],
+)
+def test_steps_go_on_while_the_entropy_falls_and_the_least_is_kept(
+    situation: dict[str, Any], steps: int, looks: int, gap: float
+) -> None:
+    personalized = slide(**situation)
+    assert (personalized.diary.steps, len(personalized.diary.entropy)) == (steps, looks)
     assert_gap(personalized, gap)
-
-
-def test_fifty_steps_are_the_most_by_default() -> None:
-    personalized = slide(first=60.0, second=60.0, step=0.5)
-    assert personalized.diary.steps == 50
-    assert len(personalized.diary.entropy) == 51
-    assert_gap(personalized, -25.0)
-
-
-def test_among_adapted_candidates_the_unadapted_model_is_not_kept() -> None:
-    personalized = slide(**HILL, patience=1, candidates="adapted")
-    assert personalized.diary.steps == 1
-    assert_gap(personalized, 0.3)
-
-
-def test_adapted_candidates_are_compared_with_each_other_only() -> None:
-    """Of gaps 0.3, -0.2, -0.7 the last has the least entropy, though the unadapted model's 0.8 has less."""
-    personalized = slide(**HILL, patience=3, steps=3, candidates="adapted")
-    assert personalized.diary.steps == 3
-    assert_gap(personalized, -0.7)
-
-
-def test_a_tie_in_entropy_is_no_fall() -> None:
-    personalized = slide(first=-1.0, second=0.0, step=0.5, patience=3)  # the guide is silent from the start
-    assert len(personalized.diary.entropy) == 1 + 3
-    assert personalized.diary.steps == 0
 
 
 @pytest.mark.parametrize("candidates", ["all", "adapted"])
@@ -243,7 +195,7 @@ def test_each_of_the_steps_is_the_one_steps(case: Case) -> None:
         "early-stopped", training, published, x.float(), steps=3, patience=50, candidates="adapted"
     )
     psi, phi = psi_of(published), phi_of(published)
-    entropies, models = [], [psi]
+    models = [psi]
     for _ in range(3):
         models.append(guided_step(case.forward, models[-1], phi, x, 0.2 * 0.99**2.1, 0.01))
     entropies = [float(entropy_in_bits(case.forward(model, x))) * math.log(2) for model in models]

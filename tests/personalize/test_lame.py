@@ -1,7 +1,5 @@
 """LAME against slow loops."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether data are like the federation's: alarms where they are not, none where classes alone differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Fed3R and FedNCM: against scikit-learn's ridge regression and means by hand, and clients dealt anew."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

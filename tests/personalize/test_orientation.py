@@ -1,7 +1,5 @@
 """Images that are turned or mirrored are found by the view that would fit better."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """PFL-Sampled and PFL-Ensemble: newcomers with the models of training clients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +10,11 @@ from torch import Tensor
 
 from tests.helpers.rounds import small_config, small_run
 from tests.reference import CLASSES, Case, Somebody, forward_mlp
+from tests.runs import begun
 from upfl import api
 from upfl.cli.methods import methods as show_methods
 from upfl.cli.tables import show_runs
 from upfl.contract import Hyper, Published, Task, Unlabelled
-from upfl.engine.folder import RunFolder
-from upfl.engine.rounds import Engine
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.randomness import generator
 from upfl.state import select
@@ -110,7 +107,7 @@ def test_a_training_client_validates_with_its_own_model(
 
 def test_both_pfl_rows_have_one_validation_accuracy_that_of_clients_own_models(tmp_path: Path) -> None:
     config = small_config("fedper", rounds=3, evaluate_every=1, evaluate_clients=6, clients_per_round=6)
-    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
+    engine = begun(config, tmp_path / "run")
     engine.run()
     lines = engine.folder.metrics()
     for line in lines:

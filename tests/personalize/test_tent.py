@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.params import difference, distance
 from tests.helpers.personalize import assert_logits, fedavg, personalize, psi_of, publish
-from tests.reference import CASES, Case, difference, distance, entropy_step
+from tests.reference import CASES, Case, entropy_step
 from upfl.contract import Published
 from upfl.errors import ConfigError
 from upfl.randomness import generator

@@ -1,7 +1,5 @@
 """Runs that reports are made of, trained once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

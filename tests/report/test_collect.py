@@ -1,7 +1,5 @@
 """Run folders that a report is made of, whatever they hold."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -47,8 +45,7 @@ def test_broken_unfinished_and_foreign_runs_are_named_and_the_others_shown(
     runs: Path, page: Path, tmp_path: Path
 ) -> None:
     folder = damaged(runs, tmp_path / "runs")
-    said = upfl("report", folder, "-o", tmp_path / "out")
-    assert said.code == 0
+    said = upfl("report", folder, "-o", tmp_path / "out").ended()
     text = (tmp_path / "out" / "index.html").read_text()
     left_out = text[text.index('id="left-out"') : text.index('class="cards"')]
     for name in BAD:
@@ -114,16 +111,11 @@ def test_a_run_that_is_there_twice_counts_once(runs: Path, tmp_path: Path) -> No
 def test_nothing_to_report_on_is_an_error_that_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     said = upfl("report", tmp_path / "empty", tmp_path / "missing", "-o", tmp_path / "out")
-    assert said.code == 4
-    assert "missing: there is no such folder" in said.err
-    assert "empty: not a run folder" in said.err
+    said.ended(4, "missing: there is no such folder", "empty: not a run folder")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_reference_gets_the_nearest(runs: Path, tmp_path: Path) -> None:
-    said = upfl("report", runs, "-o", tmp_path / "out", "--reference", "tnet")
-    assert said.code == 2
-    assert "did you mean tent" in said.err
-    said = upfl("report", runs, "-o", tmp_path / "out", "--reference", "tent")
-    assert said.code == 0
+    upfl("report", runs, "-o", tmp_path / "out", "--reference", "tnet").ended(2, "did you mean tent")
+    upfl("report", runs, "-o", tmp_path / "out", "--reference", "tent").ended()
     assert "Against TENT" in (tmp_path / "out" / "tables" / "digits.md").read_text()

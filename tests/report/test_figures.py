@@ -1,7 +1,5 @@
 """Figures of the report."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page: it needs nothing but itself, and opens in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -13,7 +11,7 @@ import pytest
 
 from tests.browser import CHROMIUM, MISSING, check, opened
 from tests.helpers.reports import read
-from tests.plugin_methods import result
+from tests.plugin_methods import lines, result
 from upfl.report.page import write_report
 
 pytestmark = pytest.mark.usefixtures("wide")
@@ -74,16 +72,20 @@ def test_text_from_a_run_folder_cannot_become_part_of_the_page(runs: Path, tmp_p
 
 def test_bytes_sent_are_shown_where_runs_have_them(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fedavg-0", tmp_path / "run")
-    (tmp_path / "run" / "checkpoint.safetensors").unlink()  # it has the metrics' digest
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    silent = [{key: value for key, value in line.items() if not key.startswith("bytes_")} for line in lines]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in silent))
+    told = lines(tmp_path / "run")
+    silent = [{key: value for key, value in line.items() if not key.startswith("bytes_")} for line in told]
+    rewrite(tmp_path / "run", silent)
     assert "Sent up" not in write_and_read(tmp_path / "run", tmp_path / "without")
-    counted = [line | {"bytes_up": 2_000_000, "bytes_down": 500_000} for line in lines]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in counted))
+    rewrite(tmp_path / "run", [line | {"bytes_up": 2_000_000, "bytes_down": 500_000} for line in told])
     write_and_read(tmp_path / "run", tmp_path / "with")
     (line,) = read(tmp_path / "with" / "tables" / "costs.csv")
     assert (float(line["Sent up, MB"]), float(line["Sent down, MB"])) == (12.0, 3.0)
+
+
+def rewrite(run: Path, metrics: list[dict[str, Any]]) -> None:
+    """Other metrics; the checkpoint, which has their digest, is gone."""
+    (run / "checkpoint.safetensors").unlink(missing_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
 
 
 def write_and_read(run: Path, out: Path) -> str:
@@ -94,11 +96,8 @@ def write_and_read(run: Path, out: Path) -> str:
 def test_runs_of_an_older_version_without_work_and_commit_can_be_shown(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fedtta-0", tmp_path / "run")
     (tmp_path / "run" / "environment.json").unlink()
-    (tmp_path / "run" / "checkpoint.safetensors").unlink()  # which had no digest of the metrics
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["gradients"]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = lines(tmp_path / "run")
+    rewrite(tmp_path / "run", [{key: value for key, value in line.items() if key != "gradients"} for line in told])
     write_report([tmp_path / "run"], tmp_path / "out")
     (line,) = read(tmp_path / "out" / "tables" / "costs.csv")
     assert (line["Gradient evaluations"], line["Commit"]) == ("unknown", "unknown")

@@ -1,7 +1,5 @@
 """Tables of the report against the runs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -46,11 +44,8 @@ def test_the_difference_to_the_reference_is_that_of_the_accuracies(
     for name in ("TENT", "FedTTA"):
         difference = float(rows[name]["Test"]) - float(rows["FedAvg"]["Test"])
         assert float(rows[name]["Against FedAvg [95%]"]) == pytest.approx(difference)
-        assert (
-            float(rows[name]["Against FedAvg [95%] low"])
-            <= difference
-            <= float(rows[name]["Against FedAvg [95%] high"])
-        )
+        low, high = (float(rows[name][f"Against FedAvg [95%] {end}"]) for end in ("low", "high"))
+        assert low <= difference <= high
     assert rows["FedAvg"]["Against FedAvg [95%]"] == "reference"
 
 
@@ -82,16 +77,16 @@ def test_a_sweep_is_told_apart_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_the_papers_figures_stand_where_they_belong() -> None:
-    mnist = paper_figure("mnist", default_partition("mnist"), "fedtta++")
-    assert mnist is not None
-    assert (mnist.test, mnist.validation) == (98.66, 98.94)
-    shifted = default_partition("cifar10").revised({"kind": "dirichlet", "alpha_training": 0.1, "alpha_new": 0.01})
-    table_2 = paper_figure("cifar10", shifted, "fedtta++")
-    assert table_2 is not None
-    assert table_2.test == 94.49
-    less = paper_figure("cifar10", default_partition("cifar10").revised({"new_fraction": 0.1}), "fedtta")
-    assert less is not None
-    assert less.test == 75.40
+    shift = {"kind": "dirichlet", "alpha_training": 0.1, "alpha_new": 0.01}
+    for dataset, changes, row, test in (
+        ("mnist", {}, "fedtta++", 98.66),
+        ("cifar10", shift, "fedtta++", 94.49),
+        ("cifar10", {"new_fraction": 0.1}, "fedtta", 75.40),
+    ):
+        found = paper_figure(dataset, default_partition(dataset).revised(changes), row)
+        assert found is not None
+        assert found.test == test
+        assert dataset != "mnist" or found.validation == 98.94
     assert paper_figure("mnist", default_partition("mnist").revised({"clients": 40}), "fedtta") is None
     assert paper_figure("digits", default_partition("digits"), "fedtta") is None
 
@@ -124,10 +119,7 @@ def test_latex_escapes_what_it_must() -> None:
 
 def test_csv_has_numbers_in_full() -> None:
     first, second = csv.DictReader(io.StringIO(rendering.to_csv(TABLE)))
-    assert (first["A & B Test"], first["A & B Test spread"], first["A & B Against [95%] low"]) == (
-        "50.0",
-        "1.0",
-        "-2.0",
-    )
+    found = [first[f"A & B {what}"] for what in ("Test", "Test spread", "Against [95%] low")]
+    assert found == ["50.0", "1.0", "-2.0"]
     assert (second["A & B Test"], second["A & B Against [95%] beyond sampling error"]) == ("", "True")
     assert second["A & B Against [95%] note"] == "paper 3 (-1)"

@@ -1,7 +1,5 @@
 """A bundle as a .zip: the same bundle, and what others put into an archive leads nowhere."""
 
-from __future__ import annotations
-
 import stat
 import zipfile
 from collections.abc import Callable

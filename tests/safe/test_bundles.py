@@ -1,7 +1,5 @@
 """Bundles from elsewhere: a small one can neither take the machine's memory, nor hang, nor lead out of its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """AFL: the exact projection onto the simplex, and the mixture of a round by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -14,8 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.params import difference, distance
 from tests.helpers.rounds import double_server, holder, local_round, small_run, total_of
-from tests.reference import CLASSES, Case, descend, difference, distance, gradient, leaves
+from tests.reference import CLASSES, Case, descended
 from upfl.contract import Task
 from upfl.state import State, select
 from upfl.training.afl import AFL, AFLHyper, simplex_projection
@@ -90,13 +89,7 @@ def test_an_afl_round_weighs_by_the_mixture_of_those_that_came_and_raises_it_by_
         own, batches = case.batch(20 + id, 50 + id), [case.batch(9, 10 * id + seed) for seed in range(3)]
         ups.append(local_round(training, server, {}, holder(own, id, round), batches)[0])
         losses[id] = float(F.cross_entropy(case.forward(received, own.x), own.y))
-        psi = received
-        for batch in batches:
-            psi = leaves(psi)
-            with torch.enable_grad():
-                grads = gradient(F.cross_entropy(case.forward(psi, batch.x), batch.y), psi)
-            psi = descend(psi, grads, 0.3 * 0.99**0.7, 1e-4, 10.0)
-        moves.append(difference(psi, received))
+        moves.append(difference(descended(case.forward, received, batches, 0.3 * 0.99**0.7), received))
     after = training.aggregate(server, total_of(training, ups), round)
     weight = sum(mixture[id] for id in came)
     for name, value in received.items():

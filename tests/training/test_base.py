@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.helpers.fedtta import server_state
+from tests.helpers.rounds import total_of
 from tests.reference import CASES, CLASSES, Somebody
 from upfl.contract import Task
-from upfl.engine.fold import FixedPointSum
 from upfl.training.base import LocalTraining
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.fedtta import FedTTA, FedTTAProx
@@ -35,10 +35,7 @@ def test_the_server_adds_the_mean_change(aggregation: str, mean: float) -> None:
         carry = training.begin(server, {}, client)
         carry = {name: value + change if name in server else value for name, value in carry.items()}
         ups.append(training.finish(server, carry, client)[0])
-    total = FixedPointSum(ups[0], 2)
-    for up in ups:
-        total.add(up)
-    after = training.aggregate(server, total, 0)
+    after = training.aggregate(server, total_of(training, ups), 0)
     for name, value in server.items():
         torch.testing.assert_close(after[name], value + mean, rtol=0, atol=1e-5)
         assert after[name].dtype == torch.float32

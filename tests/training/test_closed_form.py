@@ -1,7 +1,5 @@
 """Closed form: against plain double precision and scikit-learn, and whoever holds which samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

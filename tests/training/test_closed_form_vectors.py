@@ -1,7 +1,5 @@
 """Closed form on vectors: the features of the equations, scikit-learn's discriminant, whoever holds what, a bundle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FedADG: its adversarial steps against plain autograd, and what is never sent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,21 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.params import Params, descend, difference, distance, doubled, gradient, leaves, norm
 from tests.helpers.rounds import CIFAR10, FEMNIST, MLP, double_server, listen, local_round, noisy, small_run
-from tests.reference import (
-    CLASSES,
-    Case,
-    Params,
-    Somebody,
-    descend,
-    difference,
-    distance,
-    doubled,
-    forward_mlp,
-    gradient,
-    leaves,
-    norm,
-)
+from tests.reference import CLASSES, Case, Somebody, forward_convolutions, forward_mlp
 from upfl.contract import Batch, Task
 from upfl.models import Linear
 from upfl.state import select
@@ -37,9 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def forward_features(params: Params, x: Tensor) -> Tensor:
     """F: the model up to its last layer, and the projection."""
     if "conv1.weight" in params:
-        for name in ("conv1", "conv2"):
-            x = F.max_pool2d(F.relu(F.conv2d(x, params[f"{name}.weight"], params[f"{name}.bias"], padding=2)), 2)
-        x = F.relu(F.linear(x.flatten(1), params["fc1.weight"], params["fc1.bias"]))
+        x = F.relu(F.linear(forward_convolutions(params, x), params["fc1.weight"], params["fc1.bias"]))
     else:
         for name in ("fc1", "fc2"):
             x = F.relu(F.linear(x.flatten(1), params[f"{name}.weight"], params[f"{name}.bias"]))

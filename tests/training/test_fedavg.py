@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tests.helpers.fedtta import padded_batch, server_state, trained
-from tests.reference import CLASSES, Case, difference, distance
+from tests.helpers.params import difference, distance
+from tests.reference import CLASSES, Case
 from upfl.contract import Task
 from upfl.state import select
 from upfl.training.fedavg import FedAvg, FedAvgHyper

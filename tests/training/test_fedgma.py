@@ -1,7 +1,5 @@
 """FedGMA: FedAvg without threshold, and its mask by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -10,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.params import distance
 from tests.helpers.rounds import scores, small_run, total_of
-from tests.reference import Somebody, distance
+from tests.reference import Somebody
 from tests.runs import assert_same_bits
 from upfl.contract import Task
 from upfl.models import Layered, Linear

@@ -1,30 +1,15 @@
 """Distillation between different models: the digest against references, and what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.fedmd import PUBLIC, DigestStep, hetero, kl, made, public_batch, teacher
-from tests.reference import (
-    CASES,
-    CLASSES,
-    Case,
-    Somebody,
-    descend,
-    difference,
-    distance,
-    doubled,
-    entropy_step,
-    gradient,
-    guided_step,
-    leaves,
-    norm,
-)
+from tests.helpers.params import descend, difference, distance, doubled, gradient, leaves, norm
+from tests.helpers.rounds import total_of
+from tests.reference import CASES, CLASSES, Case, Somebody, entropy_step, guided_step
 from upfl.contract import Batch, Task
-from upfl.engine.fold import FixedPointSum
 from upfl.randomness import generator
 from upfl.state import State, prefixed, select
 from upfl.training.fedmd import FedMD, distillation
@@ -140,9 +125,7 @@ def test_a_client_that_is_its_own_teacher_starts_at_zero(case: Case, lambda_: fl
         for seed in range(3):
             carry, _ = training.revisit(carry, case.batch(10, seed, torch.float32), 0)
         up, memory = training.finish(server, carry, Somebody())
-        total = FixedPointSum(up, 1)
-        total.add(up)
-        server = training.aggregate(server, total, 0)
+        server = training.aggregate(server, total_of(training, [up]), 0)
         whole = Batch(training.public, torch.zeros(public, dtype=torch.int64), index=torch.arange(public))
         others = {name: value.flip(0) for name, value in server.items()}
         for knowledge, expected in ((server, 0.0), (others, 1.0)):
@@ -201,10 +184,7 @@ def test_the_teacher_is_the_mean_of_what_clients_said(aggregation: Any) -> None:
     server, clients = training.init(generator(0)), [Somebody(count=30, id=0), Somebody(count=10, id=1)]
     with torch.no_grad():
         ups = [training.finish(server, training.begin(server, training.memory(c), c), c)[0] for c in clients]
-    total = FixedPointSum(ups[0], 2)
-    for up in ups:
-        total.add(up)
-    after = training.aggregate(server, total, 0)
+    after = training.aggregate(server, total_of(training, ups), 0)
     alone = hetero(CASES["mlp"])
     with torch.no_grad():
         said = [alone.finish(server, alone.begin(server, alone.memory(c), c), c)[0] for c in clients]
@@ -226,7 +206,5 @@ def test_the_first_round_has_nothing_to_digest_and_later_ones_whole_epochs() -> 
 
 def test_words_of_earlier_versions_are_read() -> None:
     assert [FedTTAProxHyper(kl=word).kl for word in ("reverse", "forward")] == ["target-first", "own-first"]
-    assert [HeteroFedTTAHyper(kl=f"{word}-first").kl for word in ("teacher", "student")] == [
-        "target-first",
-        "own-first",
-    ]
+    taught = [HeteroFedTTAHyper(kl=f"{word}-first").kl for word in ("teacher", "student")]
+    assert taught == ["target-first", "own-first"]

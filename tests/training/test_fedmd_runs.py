@@ -1,7 +1,5 @@
 """Runs of clients with different models: what newcomers need, what is published, and scores by architecture."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.fedmd import PUBLIC, DigestStep, hetero, public_batch, small, teacher
-from tests.reference import CASES, Case, Somebody, descend, difference, distance, doubled, guided_step
+from tests.helpers.params import descend, difference, distance, doubled
+from tests.reference import CASES, Case, Somebody, guided_step
 from upfl import api
 from upfl.cli.runs import show
 from upfl.config import SIZES
@@ -43,12 +42,6 @@ def test_batches_of_the_public_set_know_their_places() -> None:
     assert sorted(seen) == list(range(round(0.1 * 1797)))
     whole = torch.cat([batch.index for batch in client.batches("public", 64) if batch.index is not None])
     assert torch.equal(whole, torch.arange(len(seen)))
-
-
-def test_nobody_holds_a_public_sample() -> None:
-    federation = assemble(small()).federation
-    held = set(federation.training.indices.tolist()) | set(federation.new.indices.tolist())
-    assert not held & set(federation.public.tolist())
 
 
 def test_newcomers_of_each_size_need_only_what_is_published(run: api.Run, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """FedPer: which layers are personal, and who is handed them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.rounds import CIFAR10, FEMNIST, MLP, listen, small_config, small_run
 from tests.reference import CASES, CLASSES, Somebody
+from tests.runs import begun
 from upfl.contract import Task
-from upfl.engine.folder import RunFolder
-from upfl.engine.rounds import Engine
 from upfl.methods import PERSONALIZERS, ROWS, TRAININGS
 from upfl.models import Layered
 from upfl.randomness import generator
@@ -66,7 +63,7 @@ def test_a_training_that_does_not_publish_memories_hands_newcomers_none(
     # Four of the six clients have trained after a round: only those have a model of their own to hand out.
     for method, members in (("scaffold", 0), ("fedadg", 0), ("fedsr", 0), ("fedper", 4)):
         config = small_config(method, rounds=1)
-        engine = Engine.local(RunFolder.create(tmp_path / method, config))
+        engine = begun(config, tmp_path / method)
         engine.run()
         assert len(engine.published().members) == members
         (best,) = {int(row["best_round"]) for row in engine.folder.result()["rows"]}

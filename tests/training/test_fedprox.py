@@ -1,15 +1,14 @@
 """FedProx: FedAvg without mu, and its proximal term against autograd."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.params import descend, difference, distance, gradient, leaves, norm
 from tests.helpers.rounds import double_server, local_round, scores, small_run
-from tests.reference import CLASSES, Case, Somebody, descend, difference, distance, gradient, leaves, norm
+from tests.reference import CLASSES, Case, Somebody
 from tests.runs import assert_same_bits
 from upfl.contract import Task
 from upfl.state import select

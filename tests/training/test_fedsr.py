@@ -1,7 +1,5 @@
 """FedSR: its divergence, its steps against plain autograd, and its sampled predictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,21 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
+from tests.helpers.params import Params, clipped, descend, difference, distance, doubled, gradient, leaves, norm
 from tests.helpers.rounds import CIFAR10, FEMNIST, MLP, double_server, local_round, noisy
-from tests.reference import (
-    CLASSES,
-    Case,
-    Params,
-    Somebody,
-    clipped,
-    descend,
-    difference,
-    distance,
-    doubled,
-    gradient,
-    leaves,
-    norm,
-)
+from tests.reference import CLASSES, Case, Somebody
 from upfl.contract import Batch, Published, Task, Unlabelled
 from upfl.models import Layered
 from upfl.randomness import generator

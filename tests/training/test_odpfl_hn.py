@@ -1,7 +1,5 @@
 """ODPFL-HN: the hypernetwork's gradient against autograd, its sizes, and its memory."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref
@@ -14,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.params import Params, descend, difference, distance, gradient, leaves, norm
 from tests.helpers.rounds import CIFAR10, FEMNIST, MLP, double_server, holder, local_round, tensor_bytes, total_of
-from tests.reference import CLASSES, Case, Params, descend, difference, distance, forward_mlp, gradient, leaves, norm
+from tests.reference import CLASSES, Case, descended, forward_convolutions, forward_mlp
 from upfl.contract import Batch, Published, Task, Unlabelled
 from upfl.engine.fold import FixedPointSum
 from upfl.models import Layered, mlp
@@ -34,9 +33,8 @@ def hypernetwork(case: Case, rank: int | None = None, **hyper: Any) -> OdpflHn:
 def forward_embedding(encoder: Params, x: Tensor) -> Tensor:
     """mean E(x)"""
     if "conv1.weight" in encoder:
-        for name in ("conv1", "conv2"):
-            x = F.max_pool2d(F.relu(F.conv2d(x, encoder[f"{name}.weight"], encoder[f"{name}.bias"], padding=2)), 2)
-        return F.linear(x.flatten(1), encoder["embedding.weight"], encoder["embedding.bias"]).mean(0)
+        x = forward_convolutions(encoder, x)
+        return F.linear(x, encoder["embedding.weight"], encoder["embedding.bias"]).mean(0)
     return forward_mlp(encoder, x).mean(0)
 
 
@@ -63,13 +61,7 @@ def hypernetwork_gradient(server: Params, case: Case, x: Tensor, change: Params)
 
 def local_change(case: Case, theta: Params, batches: Sequence[Batch], lr: float) -> Params:
     """theta - theta'"""
-    psi = theta
-    for batch in batches:
-        psi = leaves(psi)
-        with torch.enable_grad():
-            grads = gradient(F.cross_entropy(case.forward(psi, batch.x), batch.y), psi)
-        psi = descend(psi, grads, lr, 1e-4, 10.0)
-    return difference(theta, psi)
+    return difference(theta, descended(case.forward, theta, batches, lr))
 
 
 @pytest.mark.parametrize("rank", [None, 4])
@@ -181,12 +173,7 @@ def test_odpfl_hns_size_is_that_of_its_state_and_a_low_rank_makes_it_small(case:
 
 
 def test_odpfl_hns_encoder_is_the_convolutions_or_784_200_32() -> None:
-    assert hypernetwork_of(MLP).encoder.shapes == {
-        "fc1.weight": (200, 784),
-        "fc1.bias": (200,),
-        "fc2.weight": (32, 200),
-        "fc2.bias": (32,),
-    }
+    assert hypernetwork_of(MLP).encoder.shapes == mlp(784, (200,), 32).shapes
     assert hypernetwork_of(CIFAR10).encoder.shapes == {
         name: shape for name, shape in CIFAR10.shapes.items() if name.startswith("conv")
     } | {"embedding.weight": (32, 4096), "embedding.bias": (32,)}

@@ -1,7 +1,5 @@
 """SCAFFOLD: hand-solved quadratics, steps against autograd, its control variates in memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.params import descend, difference, distance, doubled, gradient, leaves, norm
 from tests.helpers.rounds import double_server, local_round, scores, small_config, small_run, tensor_bytes, total_of
 from tests.observers import Watching
-from tests.reference import CLASSES, Case, Somebody, descend, difference, distance, doubled, gradient, leaves, norm
-from tests.runs import Interrupter, StopError, assert_same, assert_same_bits, outcome, ran
-from upfl import api, data
+from tests.reference import CLASSES, Case, Somebody
+from tests.runs import assert_same_bits, begun
+from upfl import data
 from upfl.contract import Batch, Task
 from upfl.data.forms import Pixels
-from upfl.engine.clients import LocalClient
-from upfl.engine.folder import RunFolder
 from upfl.engine.rounds import Engine
 from upfl.models import Layered, Linear
 from upfl.randomness import generator
@@ -170,7 +167,7 @@ def test_scaffolds_server_divides_the_changes_by_all_clients_and_the_models_by_t
 
 def test_scaffolds_server_variate_stays_the_mean_of_all_clients_own_under_partial_participation(tmp_path: Path) -> None:
     config = small_config("scaffold", rounds=5, clients_per_round=2, evaluate_every=5)
-    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
+    engine = begun(config, tmp_path / "run")
     engine.run()
     versions = engine.progress.memory_rounds.tolist()
     assert min(versions) < 0 <= max(versions), "all clients took part, or none"
@@ -180,25 +177,6 @@ def test_scaffolds_server_variate_stays_the_mean_of_all_clients_own_under_partia
     assert distance(select(doubled(engine.progress.server), "control"), mean) < 1e-6
     for i, version in enumerate(versions):
         assert (norm(own[i]) > 0) == (version >= 0)
-
-
-def test_scaffolds_memory_survives_a_stop_and_does_not_depend_on_the_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the engine sets it: put back at the end
-    config = small_config("scaffold", rounds=5, clients_per_round=3, checkpoint_every=2)
-    expected = ran(config, tmp_path / "one")
-    with pytest.raises(StopError):  # after round 3, when the checkpoint holds round 2
-        api.train(config, tmp_path / "two", workers=2, observer=Interrupter("round", 3))
-    folder = RunFolder(tmp_path / "two")
-    assert not folder.finished
-    stopped = folder.load(torch.device("cpu"))
-    assert stopped is not None
-    assert stopped.round == 2
-    api.resume(tmp_path / "two", workers=2)
-    ours = outcome(folder)
-    assert sum(name.startswith("memory/") for name in ours.tensors) >= 3
-    assert_same(ours, expected)
 
 
 @dataclass
@@ -246,7 +224,7 @@ def test_ten_thousand_scaffold_clients_cost_files_for_those_that_came_and_no_mod
         model={"hidden": 128},
         partition={"clients": 2 * clients},
     )
-    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
+    engine = begun(config, tmp_path / "run")
     assert engine.setup.clients == clients
     one_model = 4 * engine.training.model.size
     assert one_model > 60_000
@@ -258,16 +236,3 @@ def test_ten_thousand_scaffold_clients_cost_files_for_those_that_came_and_no_mod
     assert len(files) == len(came) <= each * rounds
     assert scales.tensors - before[0] < 40 * one_model
     assert scales.resident - before[1] < clients * one_model / 4
-
-
-def test_a_client_that_never_came_has_scaffolds_zero_variate_without_a_file(tmp_path: Path) -> None:
-    config = small_config("scaffold", rounds=1, clients_per_round=1)
-    engine = Engine.local(RunFolder.create(tmp_path / "run", config))
-    engine.run()
-    (came,) = engine.cohort.participants(0)
-    for id in range(engine.setup.clients):
-        assert (norm(engine.cohort.memory(id)) == 0) == (id != came)
-    fresh = engine.training.memory(LocalClient(engine.federation, engine.setup.inputs, 0, 0, 0))
-    assert {name.removeprefix("control."): tuple(value.shape) for name, value in fresh.items()} == {
-        name: tuple(shape) for name, shape in engine.training.model.shapes.items()
-    }

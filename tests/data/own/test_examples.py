@@ -1,7 +1,5 @@
 """Images, a table and texts of one's own, from their files to a newcomer's predictions, on the command line."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable

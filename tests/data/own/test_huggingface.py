@@ -1,7 +1,5 @@
 """Folders as Hugging Face's `save_to_disk` writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Readers of one's own data: nothing is lost, nothing comes twice, and what is refused is named."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path
