@@ -122,8 +122,8 @@ class Reliability(Fit):
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        counts = {"clients": (0, math.inf), "few": (0, 1), "size": (0, math.inf)}
-        return {"offset": (-1, 1), "scatter": (0, 1), "mixed": (0, 1)} | counts
+        shares = dict.fromkeys(("scatter", "mixed", "few"), (0.0, 1.0))
+        return {"offset": (-1.0, 1.0), **shares, **dict.fromkeys(("clients", "size"), (0.0, math.inf))}
 
 
 def _levels(samples: int) -> list[int]:
