@@ -18,12 +18,12 @@ from upfl.contract import Personalized, Personalizer, Published, Training, Unlab
 from upfl.data import kept
 from upfl.data.federation import Federation
 from upfl.data.source import Source
-from upfl.engine.folder import RunFolder
+from upfl.engine.folder import CONFIG, RESULT, RunFolder
 from upfl.engine.group import Group, torchrun_group, under_torchrun, workers
 from upfl.engine.rounds import Engine, Observer
 from upfl.engine.setup import Setup, assemble
 from upfl.errors import RunError
-from upfl.methods import make_personalizer, row_name
+from upfl.methods import make_personalizer, row_name, training_class
 
 
 def train(
@@ -50,9 +50,29 @@ def train(
     return _work(path, workers, observer, setup)
 
 
-def resume(run: str | Path, *, workers: int | None = None, observer: Observer | None = None) -> Run:
-    """Go on with a run that was stopped; a finished one stays as it is."""
+def resume(
+    run: str | Path, *, workers: int | None = None, observer: Observer | None = None, rounds: int | None = None
+) -> Run:
+    """Go on with a run that was stopped; a finished one stays as it is, unless it is to have other rounds."""
+    if rounds is not None:
+        _set_rounds(RunFolder.open(Path(run)), rounds)
     return _work(Path(run), workers, observer)
+
+
+def _set_rounds(folder: RunFolder, rounds: int) -> None:
+    """Let a run end after another number of rounds than it was begun with; what it was scored at its old end goes."""
+    with folder.lock():
+        folder.require_local()
+        config, done = folder.config(), len(folder.metrics())
+        if training_class(config.training_name).in_turn:
+            raise RunError(f"{folder.path}: {config.training_name} asks each client in turn: its rounds are settled")
+        if rounds < done:
+            raise RunError(f"{folder.path}: {done} rounds are done already; --rounds {rounds} would be fewer")
+        if rounds == config.rounds:
+            return
+        folder.files.write(CONFIG, config.model_copy(update={"rounds": rounds}).to_toml().encode())
+        for name in (RESULT, "newcomers", "diary.json"):
+            folder.files.remove(name)
 
 
 def _work(path: Path, size: int | None, observer: Observer | None, setup: Setup | None = None) -> Run:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.engine import run
 from tests.plugin_methods import assert_same, small
 from upfl import api
+from upfl.config import configure
 from upfl.engine.folder import RunFolder
 from upfl.errors import ConfigError, RunError
 
@@ -27,6 +28,24 @@ def stopped(counted: Path, tmp_path: Path) -> Path:
 def test_a_run_that_lost_nothing_but_its_result_gets_it_back(stopped: Path, counted: Path) -> None:
     api.resume(stopped, workers=1)
     assert_same(stopped, counted)
+
+
+def test_a_finished_run_trains_on_as_if_it_had_been_begun_with_so_many_rounds(tmp_path: Path) -> None:
+    short, long = (run(small("counting", rounds=rounds, evaluate_every=2), tmp_path / str(rounds)) for rounds in (4, 6))
+    (short / "newcomers").mkdir()
+    with pytest.raises(RunError, match="4 rounds are done already"):
+        api.resume(short, workers=1, rounds=3)
+    assert api.resume(short, workers=1, rounds=4).result["rounds"] == 4
+    api.resume(short, workers=1, rounds=6)
+    assert_same(short, long)
+    assert not (short / "newcomers").exists(), "scores at the old end"
+
+
+def test_rounds_of_clients_that_are_asked_in_turn_are_settled(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunFolder.create(path, configure("closed-form", "digits"))
+    with pytest.raises(RunError, match="in turn"):
+        api.resume(path, rounds=100)
 
 
 @pytest.mark.parametrize("length", [0, 4, 8, 100, 1000, -1])

@@ -112,6 +112,9 @@ def train(
 def resume(
     run: RunPath,
     workers: Workers = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="End after so many, more or fewer than the run was begun with.")
+    ] = None,
     track: Track = None,
     from_previous: Annotated[
         bool, typer.Option("--from-previous", help="From the checkpoint before the last one, if that is damaged.")
@@ -120,7 +123,13 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint, to the same bits as if it had not been.
 
-    Example: upfl resume runs/digits-fedtta-paper-s0
+    With --rounds a finished run trains on, as if it had been begun with so many.
+
+    Examples:
+
+        upfl resume runs/digits-fedtta-paper-s0
+
+        upfl resume runs/digits-fedtta-paper-s0 --rounds 100
     """
     from upfl import api
     from upfl.cli.progress import watched
@@ -133,7 +142,7 @@ def resume(
         with folder.lock():
             folder.go_back()
     with watched(run, f"{config.method}, {config.dataset}", as_json, listed(track)) as observer:
-        resumed = api.resume(run, workers=workers, observer=observer)
+        resumed = api.resume(run, workers=workers, observer=observer, rounds=rounds)
     _finish([resumed], as_json)
 
 
