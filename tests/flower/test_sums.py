@@ -242,7 +242,7 @@ def test_a_link_that_replays_a_round_is_refused(keys: Path, tmp_path: Path) -> N
     def replay(node: int, message: Message) -> None:
         record = dict(message.content.config_records.get(SECURE) or {})
         if record.get("name") == "train/1":
-            message.content[SECURE] = ConfigRecord({**record, "name": "train/0"})  # type: ignore[dict-item]
+            message.content[SECURE] = ConfigRecord({**record, "name": "train/0"})
 
     grid.cheat = replay
     with pytest.raises(StoppedError, match="given its part of the sum train/0 already, and gives it once"):
