@@ -71,11 +71,8 @@ def test_an_update_in_double_precision_is_one() -> None:
 
 @pytest.mark.parametrize("size", [1, SMALL - 8, SMALL - 7, 3 * SMALL])  # and seven values more
 def test_a_norm_is_that_of_all_values_together(size: int) -> None:
-    parts = [
-        torch.randn(size, generator=generator(0)),
-        torch.randn(3, 2, generator=generator(1)).t(),
-        torch.tensor(2.0),
-    ]
+    first, second = torch.randn(size, generator=generator(0)), torch.randn(3, 2, generator=generator(1)).t()
+    parts = [first, second, torch.tensor(2.0)]
     expected = sum(float(part.double().square().sum()) for part in parts) ** 0.5
     assert float(norm(parts)) == pytest.approx(expected, rel=1e-6)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,18 +118,11 @@ def test_personalizers_can_be_added_at_export(run_of: Callable[[str], api.Run], 
 @given(st.lists(st.floats(allow_nan=False), max_size=3), st.floats(0, 1))
 def test_whatever_a_diary_holds_comes_back(entropy: list[float], value: float) -> None:
     diary = Diary(entropy, [1.0], 3, "so [be] it\n {1}", [0.5, 0.5], value, [Estimate(value, 0.0, 1.0)])
-    manifest = PersonalManifest(
-        made_with="upfl",
-        task=TaskSection(
-            name="t", classes=("a  b", "[c]"), input=Pixels(shape=(1, 2, 2), scale=1, mean=(0,), std=(1,))
-        ),
-        model=(),
-        training=TrainingSection(name="fedavg", clients=1, round=0, hyper={}),
-        personalizer="none",
-        hyper={},
-        samples=1,
-        diary=diary,
-    )
+    form = Pixels(shape=(1, 2, 2), scale=1, mean=(0,), std=(1,))
+    task = TaskSection(name="t", classes=("a  b", "[c]"), input=form)
+    training = TrainingSection(name="fedavg", clients=1, round=0, hyper={})
+    about: dict[str, Any] = {"made_with": "upfl", "model": (), "personalizer": "none", "hyper": {}, "samples": 1}
+    manifest = PersonalManifest(task=task, training=training, diary=diary, **about)
     assert PersonalManifest.model_validate_json(manifest.to_json()) == manifest
 
 

@@ -188,10 +188,8 @@ def test_many_may_decode_at_the_same_time() -> None:
         first, *others = pool.map(load, ["mnist"] * 8)
         for other in others:
             assert_same(first, other)
-        assert sorted(path.name for path in folder.parent.parent.glob("cache/decoded/*/*")) == [
-            "images.npy",
-            "labels.npy",
-        ]
+        decoded = sorted(path.name for path in folder.parent.parent.glob("cache/decoded/*/*"))
+        assert decoded == ["images.npy", "labels.npy"]
         assert not list(folder.parent.parent.glob("cache/decoded/.*"))
 
 

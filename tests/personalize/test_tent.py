@@ -28,18 +28,11 @@ def test_tent_descends_the_mean_entropy_in_bits(case: Case, n: int, hyper: dict[
     x = case.x(n, 1)
     psi = psi_of(published)
     rate = (hyper.get("lr") or 0.9) * (1 if "lr" in hyper else 0.99**3.3)
-    last = "fc3" if case is CASES["mlp"] else "fc2"
+    decay, clip = hyper.get("weight_decay", 1e-4), hyper.get("clip", 10.0)
+    only = ("fc3" if case is CASES["mlp"] else "fc2") if "parameters" in hyper else ""
     adapted = psi
     for _ in range(hyper.get("steps", 1)):
-        adapted = entropy_step(
-            case.forward,
-            adapted,
-            x,
-            rate,
-            hyper.get("weight_decay", 1e-4),
-            hyper.get("clip", 10.0),
-            only=last if "parameters" in hyper else "",
-        )
+        adapted = entropy_step(case.forward, adapted, x, rate, decay, clip, only)
     personalized = personalize("tent", training, published, x.float(), **hyper)
     before, expected = case.forward(psi, x), case.forward(adapted, x)
     assert (personalized.logits.double() - expected).norm() < 1e-3 * (expected - before).norm() + 1e-6

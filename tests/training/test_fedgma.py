@@ -1,6 +1,5 @@
 """FedGMA: FedAvg without threshold, and its mask by hand."""
 
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -34,18 +33,9 @@ def fedgma_after(changes: Tensor, threshold: float, server_lr: float, server: Te
     hyper = FedGMAHyper(threshold=threshold, server_lr=server_lr)
     training = FedGMA(Task(Layered((Linear("fc1", size, 1),)), 1, len(changes)), hyper)
     state = {"psi.fc1.weight": server.view(1, size), "psi.fc1.bias": torch.zeros(1)}
-    ups = [
-        training.finish(state, {"psi.fc1.weight": state["psi.fc1.weight"] + row, "psi.fc1.bias": torch.zeros(1)}, who)[
-            0
-        ]
-        for who, row in enumerate_clients(changes)
-    ]
+    ends = [state | {"psi.fc1.weight": state["psi.fc1.weight"] + row} for row in changes]
+    ups = [training.finish(state, end, Somebody(id=id))[0] for id, end in enumerate(ends)]
     return training.aggregate(state, total_of(training, ups), 0)["psi.fc1.weight"].view(size)
-
-
-def enumerate_clients(rows: Tensor) -> Iterator[tuple[Somebody, Tensor]]:
-    for id, row in enumerate(rows):
-        yield Somebody(id=id), row
 
 
 def test_fedgmas_mask_on_an_example_by_hand() -> None:

@@ -38,19 +38,14 @@ def test_fedsrs_feature_layers_have_the_papers_sizes() -> None:
         (FEMNIST, "conv2", (128, 32, 5, 5), 3136, {"fc1.weight": (2048, 3136), "fc2.weight": (62, 2048)}),
     ):
         training = FedSR(Task(model, 10, 3), FedSRHyper())
-        assert training.model.shapes == model.shapes | {
-            f"{layer}.weight": doubled_shape,
-            f"{layer}.bias": (doubled_shape[0],),
-        }
+        wider = {f"{layer}.weight": doubled_shape, f"{layer}.bias": doubled_shape[:1]}
+        assert training.model.shapes == model.shapes | wider
         assert {name: training.model.shapes[name] for name in rest} == rest
         (phase,) = training.phases(0)
         assert (phase.noise["eps"].kind, phase.noise["eps"].size) == ("normal", features)
         memory = training.memory(Somebody())
-        assert {name: tuple(value.shape) for name, value in memory.items()} == {
-            "r_m": (10, features),
-            "r_s": (10, features),
-            "C": (),
-        }
+        shapes = {name: tuple(value.shape) for name, value in memory.items()}
+        assert shapes == {"r_m": (10, features), "r_s": (10, features), "C": ()}
         assert (memory["r_m"] == 0).all()
         assert (memory["r_s"] == 1).all()
         assert memory["C"] == 1

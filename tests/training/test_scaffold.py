@@ -214,16 +214,9 @@ def test_ten_thousand_scaffold_clients_cost_files_for_those_that_came_and_no_mod
     form = Pixels(shape=(1, 4, 4), scale=255.0, mean=(0.5,), std=(0.3,))
     source = data.Source("digits", images, labels, ("a", "b", "c"), size, None, form)
     monkeypatch.setattr(data, "load", lambda name: source)
-    config = small_config(
-        "scaffold",
-        "partition.kind=iid",
-        rounds=rounds,
-        clients_per_round=each,
-        evaluate_every=1,
-        evaluate_clients=10,
-        model={"hidden": 128},
-        partition={"clients": 2 * clients},
-    )
+    scale: dict[str, Any] = {"rounds": rounds, "clients_per_round": each, "evaluate_every": 1, "evaluate_clients": 10}
+    parts = {"model": {"hidden": 128}, "partition": {"clients": 2 * clients}}
+    config = small_config("scaffold", "partition.kind=iid", **scale, **parts)
     engine = begun(config, tmp_path / "run")
     assert engine.setup.clients == clients
     one_model = 4 * engine.training.model.size
