@@ -142,9 +142,10 @@ def entered() -> Iterator[None]:
     del TRAININGS[Counting.name], PERSONALIZERS[Fragile.name]
 
 
-if "pytest" not in sys.modules:  # a plugin of a process of its own
+WORKER = "upfl.engine.worker" in sys.orig_argv  # which may know test modules, too, and import pytest with them
+if WORKER or "pytest" not in sys.modules:  # a plugin of a process of its own
     register(training=Counting, personalizer=Fragile)
-if "upfl.engine.worker" in sys.orig_argv:
+if WORKER:
     fail_if_told("import", 0)
 
 
