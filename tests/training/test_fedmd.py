@@ -166,15 +166,16 @@ def test_clients_send_their_logits_before_and_after_a_guided_step_on_the_public_
     assert not torch.allclose(up["base"], up["personalized"], atol=1e-3)
 
 
-def test_tents_clients_send_their_logits_after_a_step_down_the_entropy(case: Case) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_tents_clients_send_their_logits_after_steps_down_the_entropy(case: Case, steps: int) -> None:
     task = Task(case.model, CLASSES, 3, public=case.x(PUBLIC, 5, torch.float32))
-    training = made(HeteroTent, task, lr=0.9)
+    training = made(HeteroTent, task, lr=0.9, public_steps=steps)
     memory = {name: 3 * value for name, value in training.memory(Somebody()).items()}
     with torch.no_grad():
         up, _ = training.finish({}, training.begin(training.init(generator(0)), memory, Somebody()), Somebody())
     assert up.keys() == {"personalized", "weight"}
     psi, x = doubled(select(memory, "psi")), training.public.double()
-    adapted = entropy_step(case.forward, psi, x, 0.9, 1e-4, 10.0)
+    adapted = entropy_step(case.forward, psi, x, 0.9, 1e-4, 10.0) if steps else psi
     torch.testing.assert_close(up["personalized"].double(), case.forward(adapted, x), rtol=1e-3, atol=1e-4)
 
 
