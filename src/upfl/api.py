@@ -54,7 +54,7 @@ def resume(
     run: str | Path, *, workers: int | None = None, observer: Observer | None = None, rounds: int | None = None
 ) -> Run:
     """Go on with a run that was stopped; a finished one stays as it is, unless it is to have other rounds."""
-    if rounds is not None:
+    if rounds is not None and not (under_torchrun() and os.environ["RANK"] != "0"):  # others wait for the first
         _set_rounds(RunFolder.open(Path(run)), rounds)
     return _work(Path(run), workers, observer)
 
@@ -70,9 +70,9 @@ def _set_rounds(folder: RunFolder, rounds: int) -> None:
             raise RunError(f"{folder.path}: {done} rounds are done already; --rounds {rounds} would be fewer")
         if rounds == config.rounds:
             return
-        folder.files.write(CONFIG, config.model_copy(update={"rounds": rounds}).to_toml().encode())
-        for name in (RESULT, "newcomers", "diary.json"):
+        for name in (RESULT, "newcomers", "diary.json"):  # first: a result of fewer rounds would end the run
             folder.files.remove(name)
+        folder.files.write(CONFIG, config.model_copy(update={"rounds": rounds}).to_toml().encode())
 
 
 def _work(path: Path, size: int | None, observer: Observer | None, setup: Setup | None = None) -> Run:
