@@ -27,7 +27,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from upfl.contract import Architecture, Batch, Client, Personalizer, Phase, Published, Task, Total, Training, Unlabelled
+from upfl.contract import (
+    Architecture,
+    Batch,
+    Client,
+    Personalizer,
+    Phase,
+    Published,
+    Task,
+    Total,
+    Training,
+    Unlabelled,
+    all_logits,
+)
 from upfl.errors import ConfigError
 from upfl.models import Model
 from upfl.randomness import default_generator
@@ -40,6 +52,7 @@ class FedMDHyper(LocalHyper):
     digest_epochs: int = Field(1, ge=1, description="passes over the public set before local training")
     digest_batch: int = Field(100, ge=1)
     newcomer_epochs: int = Field(2, ge=1, description="passes over the public set that make a newcomer's models")
+    public_steps: int = Field(1, ge=0, description="of adaptation to the public set, before the logits are sent")
     kl: Order = Field("target-first", description="KL(teacher || student), or the other way round")
 
 
@@ -118,8 +131,13 @@ class FedMD(Training[D]):
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         memory = contiguous({name: value for name, value in carry.items() if name.startswith(("psi.", "phi."))})
         on_public = Unlabelled(client.id, self.public, architecture=client.architecture)
-        adapted = self.adapt.personalize(Published({}, client.round), on_public, memory)
-        said = {"base": adapted.before, "personalized": adapted.logits}
+        published = Published({}, client.round)
+        if self.hyper.public_steps:
+            adapted = self.adapt.personalize(published, on_public, memory)
+            said = {"base": adapted.before, "personalized": adapted.logits}
+        else:
+            psi = self.start(published, on_public, memory)
+            said = dict.fromkeys(self.knowledge, all_logits(self.logits, psi, self.public))
         weight = self.hyper.weight(client)
         up = {kind: said[kind] * weight for kind in self.knowledge}
         return contiguous(up) | {"weight": torch.tensor(weight)}, memory
@@ -151,8 +169,7 @@ class FedMD(Training[D]):
         with torch.no_grad(), default_generator(client.seed, "digest", client.id):
             for _ in range(self.hyper.newcomer_epochs):
                 shuffled = torch.randperm(len(public), generator=order).to(device)
-                for start in range(0, len(public), self.hyper.digest_batch):
-                    index = shuffled[start : start + self.hyper.digest_batch]
+                for index in shuffled.split(self.hyper.digest_batch):
                     x = public[index].contiguous(memory_format=torch.channels_last)
                     batch = Batch(x, torch.zeros_like(index), index=index)
                     carry, _ = student.digest.step(carry, batch, published.round)

@@ -29,6 +29,7 @@ from upfl.training.fedtta import FedTTA, FedTTAHyper
 
 
 class HeteroFedTTAHyper(FedTTAHyper, FedMDHyper):
+    public_steps: int = Field(1, ge=0, le=1, description="of adaptation to the public set, before the logits are sent")
     lambda_: float = Field(0.8, ge=0, description="weight of the base models' divergence in the digest")
     adaptation_width: int = Field(32, ge=1, description="hidden units of g, where an architecture does not say")
 

@@ -13,7 +13,6 @@ paper's.
 
 from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Architecture, Batch, Task
@@ -22,8 +21,7 @@ from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.fedmd import FedMD, FedMDHyper, Student, distillation
 
 
-class HeteroTentHyper(FedAvgHyper, FedMDHyper):
-    public_steps: int = Field(1, ge=0, description="down the entropy on the public set, before the logits are sent")
+class HeteroTentHyper(FedAvgHyper, FedMDHyper): ...
 
 
 class _Digest(FedAvg):
