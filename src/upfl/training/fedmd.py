@@ -169,7 +169,8 @@ class FedMD(Training[D]):
         with torch.no_grad(), default_generator(client.seed, "digest", client.id):
             for _ in range(self.hyper.newcomer_epochs):
                 shuffled = torch.randperm(len(public), generator=order).to(device)
-                for index in shuffled.split(self.hyper.digest_batch):
+                for start in range(0, len(public), self.hyper.digest_batch):
+                    index = shuffled[start : start + self.hyper.digest_batch]
                     x = public[index].contiguous(memory_format=torch.channels_last)
                     batch = Batch(x, torch.zeros_like(index), index=index)
                     carry, _ = student.digest.step(carry, batch, published.round)
