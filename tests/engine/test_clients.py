@@ -13,8 +13,8 @@ from upfl.contract import Batch, Phase
 from upfl.data import Clients, Partition, build_federation, load
 from upfl.data.forms import Pixels
 from upfl.data.inputs import Inputs
-from upfl.engine.clients import LocalClient
-from upfl.engine.local import AHEAD, ahead
+from upfl.engine.clients import AHEAD, LocalClient
+from upfl.engine.local import ahead
 from upfl.state import State
 
 pytestmark = pytest.mark.usefixtures("one_thread")

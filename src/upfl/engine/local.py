@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from upfl.contract import Batch, Training
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import AHEAD, LocalClient
 from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
 from upfl.randomness import default_generator
 from upfl.state import State, all_aligned
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
-AHEAD = 2**22  # bytes of samples that are made at once, for steps to come
 
 
 def train_client(
@@ -102,7 +101,7 @@ def train_alone(
 def ahead(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
     """The same batches, several made at once: a step leaves little in the cache of what makes them."""
     for first in batches:
-        yield [first, *islice(batches, AHEAD // max(first.x.nbytes, 1))]
+        yield [first, *islice(batches, max(0, AHEAD // max(first.x.nbytes, 1) - 1))]
 
 
 def train_together(
