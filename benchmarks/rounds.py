@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from upfl.engine.rounds import Engine
 from upfl.engine.setup import assemble
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-STEPS, FIRST, ELSE = "steps", "first step of a client, beyond a usual one", "all else"
+STEPS, ELSE = "steps", "all else"
 OTHERS, OWN, WALL = "other threads of the process", "the round", "by the clock"
 WARM = 3  # rounds that are not counted
 SAMPLES = 600  # of each client, of which 15% are for validation
@@ -47,10 +47,10 @@ class Parts(Teller):
 
     def __init__(self, engine: Engine[Any]) -> None:
         self.rounds: list[dict[str, float]] = []
-        self._stack, self._first = [ELSE], True
+        self._stack = [ELSE]
         self._begin()
         training, cohort = engine.training, engine.cohort
-        cohort.steps = self._stepping(cohort.steps)
+        self._wrap(cohort, "steps", STEPS)
         self._wrap(training, "begin", "start of a client: copies, layout")
         self._wrap_items(LocalClient, "phase", "batches: order, labels")
         self._wrap(Inputs, "x", "batches: gathering")
@@ -69,9 +69,6 @@ class Parts(Teller):
 
     def round(self, metrics: dict[str, Any]) -> None:
         self._until_now()
-        usual = statistics.median(self.later or self.first)
-        self.now[FIRST] = sum(self.first) - usual * len(self.first)
-        self.now[STEPS] -= self.now[FIRST]
         self.now[OWN] = self._since - self._began[0]
         self.now[OTHERS] = time.process_time() - self._began[1] - self.now[OWN]
         self.now[WALL] = time.perf_counter() - self._began[2]
@@ -79,7 +76,7 @@ class Parts(Teller):
         self._begin()
 
     def _begin(self) -> None:
-        self.now, self.first, self.later = defaultdict[str, float](float), list[float](), list[float]()
+        self.now = defaultdict[str, float](float)
         self._began = time.thread_time(), time.process_time(), time.perf_counter()
         self._since = self._began[0]
 
@@ -100,7 +97,6 @@ class Parts(Teller):
         original = getattr(owner, name)
 
         def timed(*arguments: Any) -> Any:
-            self._first |= name == "begin"
             self._enter(part)
             try:
                 return original(*arguments)
@@ -124,18 +120,6 @@ class Parts(Teller):
                 yield item
 
         setattr(owner, name, timed)
-
-    def _stepping(self, steps: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            self._enter(STEPS)
-            began = self._since
-            result = steps(*arguments)
-            self._leave()
-            (self.first if self._first else self.later).append(self._since - began)
-            self._first = False
-            return result
-
-        return timed
 
 
 def configured(given: argparse.Namespace) -> Config:

@@ -87,7 +87,7 @@ def step_of(training: LocalTraining, batch: Batch) -> Callable[[], object]:  # t
     training.hyper = training.hyper.model_copy(update=rates)
     carry = training.begin(training.init(torch.Generator().manual_seed(0)), {}, None)  # type: ignore[arg-type]
     steps, (phase,) = steps_of(training, torch.device("cpu")), training.phases(0)  # as the engine takes them
-    return lambda: steps(phase, carry, batch, 0)
+    return lambda: steps(phase, carry, [batch], 0)
 
 
 def _products(model: Layered) -> Callable[[], object]:

@@ -11,7 +11,7 @@ State = dict[str, Tensor]
 
 ALIGNMENT = 64  # bytes: a cache line, the widest vector register, and where PyTorch's own tensors begin
 BUFFERS = "buffers."  # what a model's state has below this is not trained
-_is_recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)  # PyTorch may drop its recorder
+is_recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)  # PyTorch may drop its recorder
 SMALL = 2**14  # values that are sooner copied together than passed over one tensor at a time
 
 
@@ -114,7 +114,7 @@ def move_(
     """
     factor, buffers = momentum or (0.0, [])
     if all(_fusable(*same) for same in zip(values, along, buffers or along, strict=True)):
-        if _is_recording():
+        if is_recording():
             lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
             _recordable().move_(values, along, buffers, weight_decay, factor, lr, divisor)
             return

@@ -190,13 +190,26 @@ def test_a_carry_in_another_layout_is_recorded_anew() -> None:
     batch = Batch(torch.randn(16, 1, 8, 8, generator=generator(0)), torch.arange(16) % 10)
     for turned in (False, True):
         carry = training.begin(training.init(generator(1)), {}, None)  # type: ignore[arg-type]
-        expected, _ = as_written(phase, {name: value.clone() for name, value in carry.items()}, batch, 0)
+        expected, _ = as_written(phase, {name: value.clone() for name, value in carry.items()}, [batch], 0)
         if turned:
             carry = {name: value.t().contiguous().t() for name, value in carry.items()}
-        ours, _ = recorded(phase, carry, batch, 0)
+        ours, _ = recorded(phase, carry, [batch], 0)
         for name, value in expected.items():
             torch.testing.assert_close(ours[name], value)
     assert len(recorded._graphs) == 2
+
+
+def test_a_step_that_changes_the_layout_is_not_followed_by_itself() -> None:
+    class Turning(FedAvg):
+        def step(self, carry: State, batch: Batch, round: int) -> tuple[State, torch.Tensor]:
+            carry, loss = super().step(carry, batch, round)
+            return {name: value.t().contiguous().t() for name, value in carry.items()}, loss
+
+    training = Turning(Task(mlp(64, (24, 16), 10), 10, 2), Turning.Hyper(iterations=5, batch_size=36))
+    recorded = Recorded(worth=0)
+    assert_same_ends(training, recorded)
+    kept = [graph.keeps_layout for graph in recorded._graphs.values()]
+    assert sorted(set(kept)) == [False, True]  # the first step's, and those of the steps after it
 
 
 def test_the_engine_records() -> None:

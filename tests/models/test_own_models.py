@@ -179,10 +179,11 @@ def test_what_a_step_draws_depends_on_seed_client_round_and_step_alone() -> None
     def drawn(id: int, round: int, burnt: int) -> list[float]:
         seen = []
 
-        def steps(phase: Any, carry: State, batch: Any, round: int) -> tuple[State, Tensor]:
+        def steps(phase: Any, carry: State, batches: Any, round: int) -> tuple[State, list[Tensor]]:
+            assert len(batches) == 1
             seen.append(float(torch.rand(())))
             torch.rand(burnt)
-            return carry, torch.zeros(())
+            return carry, [torch.zeros(())]
 
         train_alone(parts.training, {}, parts.client(id, round), round, steps)
         return seen

@@ -1,6 +1,7 @@
 """Clients as the engine serves them: a training client with its batches, a newcomer without its labels."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,8 @@ from upfl.data.federation import Federation
 from upfl.data.inputs import Inputs
 from upfl.randomness import generator
 from upfl.state import State
+
+AHEAD = 2**22  # bytes of samples that are made at once, for steps to come
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,8 @@ class LocalClient:
         return generator(self.seed, "client", self.round, self.id, purpose)
 
     def batches(self, split: Split, size: int) -> Iterator[Batch]:
-        indices = self._indices(split)
-        for start in range(0, len(indices), size):
-            places = torch.arange(start, min(start + size, len(indices)))
-            yield self._batch(indices, places, split)
+        count = len(self._indices(split))
+        return self._read(split, list(torch.arange(count).split(size)) if count else [])  # type: ignore[no-untyped-call]
 
     def phase(self, phase: Phase) -> Iterator[Batch]:
         """The batches of a phase: a shuffled pass over the split that goes on across rounds.
@@ -50,26 +51,33 @@ class LocalClient:
         if phase.iterations is None:
             yield from self.batches(phase.split, phase.batch_size)
             return
-        indices = self._indices(phase.split)
-        in_pass = -(-len(indices) // phase.batch_size)
+        count, places = len(self._indices(phase.split)), list[Tensor]()
+        in_pass = -(-count // phase.batch_size)
         order, order_of = torch.empty(0, dtype=torch.int64), -1
-        noise = self.generator("noise") if phase.noise else None
         for t in range(phase.iterations):
             number, within = divmod(self.round * phase.iterations + t, in_pass)
             if number != order_of:
-                order = torch.randperm(len(indices), generator=generator(self.seed, "epoch", self.id, number))
+                order = torch.randperm(count, generator=generator(self.seed, "epoch", self.id, number))
                 order_of = number
-            start = within * phase.batch_size
-            batch = self._batch(indices, order[start : start + phase.batch_size], phase.split)
+            places.append(order[within * phase.batch_size : (within + 1) * phase.batch_size])
+        noise = self.generator("noise") if phase.noise else None
+        for batch in self._read(phase.split, places):
             yield replace(batch, noise=_drawn(phase.noise, batch, noise)) if noise else batch
 
-    def _batch(self, indices: NDArray[np.int64], places: Tensor, split: Split) -> Batch:
-        """The samples at some places of a split, whose samples are at `indices` of the source."""
-        wanted = indices[places.numpy()]
+    def _read(self, split: Split, places: Sequence[Tensor]) -> Iterator[Batch]:
+        """The samples at some places of a split, a batch for each tensor of them; several batches are read at once."""
+        indices = self._indices(split)
         angle = 0.0 if split == "public" else float(self.federation.training.angles[self.id])
-        x = self.inputs.x(wanted, angle)
-        y = torch.zeros(len(x), dtype=torch.int64, device=x.device) if split == "public" else self.inputs.y(wanted)
-        return Batch(x, y, index=places.to(x.device))
+        width = 4 * math.prod(self.inputs.samples.shape[1:])
+        # What turns images may compute many of them in another order than few.
+        at_once = 1 if angle or not places else max(1, AHEAD // max(width * len(places[0]), 1))
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            sizes, wanted = [len(one) for one in some], indices[torch.cat(list(some)).numpy()]
+            x = self.inputs.x(wanted, angle)
+            y = torch.zeros(len(x), dtype=torch.int64, device=x.device) if split == "public" else self.inputs.y(wanted)
+            for own, labels, index in zip(x.split(sizes), y.split(sizes), some, strict=True):  # type: ignore[no-untyped-call]
+                yield Batch(own, labels, index=index.to(x.device))
 
     def _indices(self, split: Split) -> NDArray[np.int64]:
         if split == "public":

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from upfl.contract import Batch, Training
-from upfl.engine.clients import LocalClient
+from upfl.engine.clients import AHEAD, LocalClient
 from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
 from upfl.randomness import default_generator
 from upfl.state import State, all_aligned
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
-AHEAD = 2**22  # bytes of samples that are made at once, for steps to come
 
 
 def train_client(
@@ -84,21 +83,25 @@ def train_alone(
     draws = any(model.random for model in training.client_models.values())
     with default_generator(client.seed, "step", client.id, round) if draws else nullcontext() as seed:
         for phase in training.phases(round):
-            for batch in ahead(client.phase(phase)):
-                if seed is not None:  # what a step draws depends neither on the worker nor on the steps before it
+            for batches in ahead(client.phase(phase)):
+                if seed is None:
+                    carry, some = steps(phase, carry, batches, round)
+                    losses += some
+                    continue
+                for batch in batches:  # what a step draws depends neither on the worker nor on the steps before it
                     seed(len(losses))
-                carry, loss = steps(phase, carry, batch, round)
-                losses.append(loss.detach())
-    total = torch.zeros((), dtype=torch.float64)
+                    carry, some = steps(phase, carry, [batch], round)
+                    losses += some
+    total = 0.0
     for loss in losses:
-        total += loss.cpu()
-    return carry, total / len(losses)
+        total += loss.item()
+    return carry, torch.tensor(total, dtype=torch.float64) / len(losses)
 
 
-def ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+def ahead(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
     """The same batches, several made at once: a step leaves little in the cache of what makes them."""
     for first in batches:
-        yield from [first, *islice(batches, AHEAD // max(first.x.nbytes, 1))]
+        yield [first, *islice(batches, max(0, AHEAD // max(first.x.nbytes, 1) - 1))]
 
 
 def train_together(

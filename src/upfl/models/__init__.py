@@ -9,7 +9,17 @@ surgery.py      models made of other models, for methods that put layers of thei
 
 from upfl.models import builtin as builtin
 from upfl.models.base import Kind, Model, Moved, Trace
-from upfl.models.factored import Direction, Gradient, Outer, ScaledDirection, Shapes, factors, split
+from upfl.models.factored import (
+    Direction,
+    Gradient,
+    Outer,
+    ScaledDirection,
+    Shapes,
+    descend_,
+    factors,
+    split,
+    whole_in_factors,
+)
 from upfl.models.layered import Layered, adaptation_model, convnet, described, mlp
 from upfl.models.layers import Conv, Flatten, Layer, Linear, Relu
 from upfl.models.module import Module
@@ -36,6 +46,7 @@ __all__ = [
     "Trace",
     "adaptation_model",
     "convnet",
+    "descend_",
     "described",
     "entry",
     "factors",
@@ -45,4 +56,5 @@ __all__ = [
     "names",
     "register",
     "split",
+    "whole_in_factors",
 ]

@@ -7,13 +7,16 @@ take its norm and to add it to the weights takes fewer operations, and less memo
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from upfl.state import State, add_product_, is_vectorized
+from upfl.state import State, add_product_, is_recording, is_vectorized
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -51,9 +54,22 @@ class Gradient(Mapping[str, Tensor]):
     """A tensor for each parameter, plus a multiple of another direction. Read as a mapping, factors are multiplied."""
 
     def __init__(self, plus: ScaledDirection | None = None, factored: bool = False) -> None:
-        self.dense: State = {}
-        self.outer: dict[str, Outer] = {}  # by the layer's name
+        self._dense: State = {}
+        self._waiting: dict[str, Outer] = {}  # what is multiplied when it is asked for, by the layer's name
+        self.outer: dict[str, Outer] = {}  # what is not
         self._plus, self._factored = plus, factored
+
+    @property
+    def dense(self) -> State:
+        for layer, one in self._waiting.items():
+            self._dense |= {f"{layer}.weight": torch.mm(one.a.t(), one.b), f"{layer}.bias": one.a.sum(0)}
+        self._waiting.clear()
+        return self._dense
+
+    @property
+    def factors(self) -> dict[str, Outer]:
+        """All of it in factors; nothing where some of it is not."""
+        return {} if self._dense else self._waiting | self.outer
 
     def value(self, name: str, gradient: Tensor) -> None:
         """Take a gradient, which may be overwritten."""
@@ -70,8 +86,8 @@ class Gradient(Mapping[str, Tensor]):
                 terms = [Outer(torch.add(own.a, more.a, alpha=factor), own.b, own.gram)]
             else:
                 terms = [own, Outer(more.a * factor, more.b)]
-        if (keep or self._factored) and len(terms) == 1 and further is None and plus is None:
-            self.outer[layer] = terms[0]
+        if len(terms) == 1 and further is None and plus is None:
+            (self.outer if keep or self._factored else self._waiting)[layer] = terms[0]
             return
         bias = terms[0].a.sum(0) if len(terms) == 1 else terms[0].a.sum(0).add_(terms[1].a.sum(0))
         pairs = [(term.a, term.b) for term in terms] + ([further] if further else [])
@@ -82,7 +98,7 @@ class Gradient(Mapping[str, Tensor]):
 
     def times(self, factor: float) -> Gradient:
         result = Gradient()
-        result.dense = {name: value * factor for name, value in self.dense.items()}
+        result._dense = {name: value * factor for name, value in self.dense.items()}
         result.outer = {layer: Outer(outer.a * factor, outer.b, outer.gram) for layer, outer in self.outer.items()}
         return result
 
@@ -119,6 +135,19 @@ def split(direction: Direction) -> tuple[State, dict[str, Outer]]:
     return dense, outer
 
 
+def whole_in_factors(direction: Direction) -> dict[str, Outer]:
+    """A gradient's factors where it has nothing else, and `descend_` takes them; nothing otherwise.
+
+    Matrices that are too large for a cache are left out: they are added in parts (`Outer.add_to_`).
+    """
+    found = direction.factors if isinstance(direction, Gradient) else {}
+    suits = all(
+        one.a.device.type == "cpu" and not is_vectorized(one.a) and one.a.shape[1] * one.b.shape[1] < LARGE
+        for one in found.values()
+    )
+    return found if suits else {}
+
+
 def factors(direction: Direction, layer: str) -> Outer | None:
     return direction.outer.get(layer) if isinstance(direction, Gradient) else None
 
@@ -126,6 +155,64 @@ def factors(direction: Direction, layer: str) -> Outer | None:
 def gram(a: Tensor, b: Tensor) -> Tensor:
     """a b^T + 1: the products of samples' inputs, of which the last is the one that multiplies the bias."""
     return torch.addmm(a.new_ones(()), a, b.t())
+
+
+def descend_(params: State, gradient: Mapping[str, Outer], rate: float, weight_decay: float, clip: float) -> None:
+    """params <- params - rate * (clip(gradient) + weight_decay * params), in place: the gradient is nowhere formed.
+
+    It is in factors (`Gradient.factors`), and on a CPU: whether it has to be clipped is looked at.
+    """
+    run = _compiled() if is_recording() else _descended  # what a recording holds may branch within
+    lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+    weights, biases = ([params[f"{layer}.{kind}"] for layer in gradient] for kind in ("weight", "bias"))
+    a, b = [one.a for one in gradient.values()], [one.b for one in gradient.values()]
+    run(weights, biases, a, b, lr, weight_decay, clip)
+
+
+def _descended(
+    weights: list[Tensor],
+    biases: list[Tensor],
+    a: list[Tensor],
+    b: list[Tensor],
+    rate: Tensor,
+    weight_decay: float,
+    clip: float,
+) -> Tensor:
+    """The same over lists, written so that TorchScript compiles it, too."""
+    shrink = 1 - float(rate) * weight_decay
+    factor = -float(rate) / _divisor(a, b, clip)
+    for weight, bias, ours, others in zip(weights, biases, a, b):  # noqa: B905 - which TorchScript does not know
+        weight.addmm_(ours.t(), others, beta=shrink, alpha=factor)
+        bias.mul_(shrink).add_(ours.sum(0), alpha=factor)
+    return rate
+
+
+def _divisor(a: list[Tensor], b: list[Tensor], clip: float) -> float:
+    """What a gradient is divided by so that its norm is at most `clip`."""
+    most = 0.0  # a product's norm is at most the product of norms, which cost far less: mostly that is enough
+    for ours, others in zip(a, b):  # noqa: B905
+        flat, other = ours.reshape(-1), others.reshape(-1)
+        most += float(torch.dot(flat, flat)) * (float(torch.dot(other, other)) + others.size(0))
+    if 1.01 * most <= clip * clip:
+        return 1.0
+    square = 0.0
+    for ours, others in zip(a, b):  # noqa: B905
+        if ours.size(0) * (ours.size(1) + others.size(1)) < ours.size(1) * others.size(1):
+            flat = torch.mm(torch.mm(others, others.t()).add_(1), ours).reshape(-1)
+            square += float(torch.dot(flat, ours.reshape(-1)))
+        else:
+            flat, bias = torch.mm(ours.t(), others).reshape(-1), ours.sum(0)
+            square += float(torch.dot(flat, flat)) + float(torch.dot(bias, bias))
+    if not math.isfinite(square):
+        return math.nan  # and so is all that is divided by it: who diverges shall not stand still instead
+    return max((math.sqrt(max(square, 0.0)) + 1e-6) / clip, 1.0)
+
+
+@cache
+def _compiled() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is old
+        return torch.jit.script(_descended)
 
 
 def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], plus: tuple[Tensor, Tensor, float] | None) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from upfl.contract import Batch
-from upfl.models import Direction, split
+from upfl.models import Direction, descend_, split, whole_in_factors
 from upfl.state import State, move_, norm, trainable
 
 
@@ -75,6 +75,9 @@ def sgd_(
 
     The gradients are used up. With momentum (m, buffers) the buffers step instead: buffers <- m * buffers + step.
     """
+    if momentum is None and (whole := whole_in_factors(gradients)):
+        descend_(params, whole, rate, weight_decay, clip)
+        return
     dense, outer = split(gradients) if momentum is None else (dict(gradients), {})
     length = norm([*dense.values(), *(one.norm() for one in outer.values())])
     divisor = ((length + 1e-6) / clip).clamp(min=1.0)
