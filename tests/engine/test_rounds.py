@@ -20,7 +20,6 @@ from tests.plugin_methods import (
     timeless,
 )
 from upfl import accuracy, api, data
-from upfl.data.forms import Pixels
 from upfl.engine.rounds import one_thread
 from upfl.errors import DataError, RunError, UpflError
 
@@ -219,29 +218,3 @@ def test_a_run_that_cannot_start_does_not_take_the_folder(
         run(small().model_copy(update=update), tmp_path / "run")
     monkeypatch.undo()
     assert len(lines(run(small(), tmp_path / "run"))) == 4
-
-
-# Many clients
-
-
-def test_clients_that_exist_cost_no_files_and_next_to_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    size = 80_000
-    images = rng.integers(0, 256, (size, 1, 2, 2), np.uint8)
-    form = Pixels(shape=(1, 2, 2), scale=255.0, mean=(0.5,), std=(0.3,))
-    source = data.Source("digits", images, rng.integers(0, 3, size), ("a", "b", "c"), size, None, form)
-    monkeypatch.setattr(data, "load", lambda name: source)
-    folders = {}
-    for clients in (40, 40_000):
-        settings = ("partition.kind=iid", f"partition.clients={clients}", "batch_size=4", "evaluate_clients=2")
-        config = small("counting", *settings, rounds=6, clients_per_round=5, evaluate_every=6)
-        folders[clients] = run(config, tmp_path / str(clients))
-    few, many = folders.values()
-    took = int(server(many)["took"].sum())
-    assert took == 6 * 5
-    assert len(list(many.rglob("memory/*/*"))) <= took
-    assert_memory_counted_once(few)
-    small_state, large_state = ({name: value.numel() for name, value in server(path).items()} for path in (few, many))
-    assert small_state == large_state
-    grown = (many / "checkpoint.safetensors").stat().st_size - (few / "checkpoint.safetensors").stat().st_size
-    assert grown < 64 * 40_000, "more than a few numbers for every client that exists"
