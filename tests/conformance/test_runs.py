@@ -76,26 +76,18 @@ def test_any_number_of_workers_gives_the_same_bits(name: str, reference: Outcome
 
 @of_every_training
 @pytest.mark.parametrize(
-    ("what", "number", "checkpoint_every"),
-    [
-        ("scoring", -1, 1),
-        ("round", 3, 2),
-        pytest.param("scoring", 1, 1, marks=pytest.mark.full),
-        pytest.param("round", 1, 2, marks=pytest.mark.full),
-    ],
+    ("checkpoint_every", "stops"),
+    [(2, {"round": 3, "scoring": -1}), pytest.param(1, {"scoring": 1, "round": 1}, marks=pytest.mark.full)],
 )
 def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
-    name: str, reference: Outcome, what: str, number: int, checkpoint_every: int, tmp_path: Path
+    name: str, reference: Outcome, checkpoint_every: int, stops: dict[str, int], tmp_path: Path
 ) -> None:
-    """-1: the last scoring, when the last round's training and memories are done and nothing of it is committed."""
-    config = config_of(name, checkpoint_every=checkpoint_every)
-    folder = RunFolder.create(tmp_path / "run", config)
-    stage = 2 * len(SCORED[name]) if number < 0 else number
-    with pytest.raises(StopError):
-        Engine.local(folder).run(Interrupter(what, stage))
-    assert not folder.finished
-    with pytest.raises(StopError):  # and once more: the first stage after the resumption
-        Engine.local(folder).run(Interrupter("training", 1))
+    """-1: a scoring's end, when the round's training and memories are done and nothing of it is committed."""
+    folder = RunFolder.create(tmp_path / "run", config_of(name, checkpoint_every=checkpoint_every))
+    for what, number in {**stops, "training": 1}.items():
+        with pytest.raises(StopError):
+            Engine.local(folder).run(Interrupter(what, len(SCORED[name]) if number < 0 else number))
+        assert not folder.finished
     Engine.local(folder).run()
     assert_same(outcome(folder), reference)
 
