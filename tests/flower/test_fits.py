@@ -45,7 +45,7 @@ def messages(score: list[str], out: Path) -> list[list[str]]:
             asked.append(facts.get("keys", []))
         return reply
 
-    federated(small("fedavg", EIGHT, score=score, **ALL), out, InProcessGrid(nodes(), watch))
+    federated(small("fedavg", EIGHT, score=score, **ALL), out, InProcessGrid(nodes(), watch), compared=True)
     assert known_of(Bundle.load(out / "bundle").published)
     assert asked.pop() == [], "the check of newcomers' data went with the others"
     return asked
