@@ -18,7 +18,6 @@ from tests.conformance.common import (
     KINDS,
     SCORED,
     Parts,
-    Remembering,
     briefly,
     config_of,
     folded,
@@ -207,17 +206,3 @@ def test_a_round_without_a_good_client_stops_the_run_at_the_last_good_checkpoint
     assert progress.round == 1
     Engine.local(engine.folder).run()
     assert_same(outcome(engine.folder), ran(config, tmp_path / "untroubled"))
-
-
-def test_a_memory_counts_the_rounds_that_its_client_took_part_in(tmp_path: Path) -> None:
-    """What the suite's own training is for: a memory written before a stop does not count twice."""
-    config = briefly(Remembering.name, clients_per_round=3)
-    engine = begun(config, tmp_path / "run")
-    with pytest.raises(StopError):
-        engine.run(Interrupter("scoring", 1))
-    Engine.local(engine.folder).run()
-    done = Engine.local(engine.folder)
-    done.run()
-    taken = [id for round in range(config.rounds) for id in done.cohort.participants(round)]
-    for id in set(taken):
-        assert int(done.cohort.memory(id)["rounds"]) == taken.count(id)

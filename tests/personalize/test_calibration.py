@@ -69,9 +69,7 @@ WORLDS: dict[str, Callable[[], World]] = {
 
 
 @pytest.mark.parametrize("which", WORLDS)
-def test_the_federations_calibration_is_that_of_pooled_data_and_its_mean_that_of_labels(
-    which: str,
-) -> None:
+def test_the_federations_calibration_is_that_of_pooled_data_and_its_mean_the_labels(which: str) -> None:
     here = WORLDS[which]()
     fitted = select(here.fit("calibrated").published.fitted, "calibration.none")
     a, b = pooled_calibration(here.logits, here.labels)

@@ -132,9 +132,7 @@ def test_phis_gradient_agrees_with_central_differences(case: Case, mu: float | N
 
 
 @pytest.mark.parametrize("second_order", [True, False])
-def test_zero_inner_rate_makes_fedtta_plain_fedavg_and_leaves_phi_to_weight_decay(
-    case: Case, second_order: bool
-) -> None:
+def test_zero_inner_rate_makes_fedtta_fedavg_and_leaves_phi_to_weight_decay(case: Case, second_order: bool) -> None:
     hyper: dict[str, Any] = {"outer_lr": 0.2, "adapt_lr": 0.1, "momentum": 0.0, "weight_decay": 0.01}
     training = fedtta(case, inner_lr=0.0, second_order=second_order, **hyper)
     fedavg = FedAvg(Task(case.model, CLASSES, 3), FedAvgHyper(lr=0.2, weight_decay=0.01))
