@@ -234,17 +234,14 @@ def test_the_partition_of_a_seed_stays_what_it_was(digits: Source) -> None:
     assert federation.new.all(0)[:5].tolist() == [4, 840, 241, 830, 1289]
 
 
-def test_digits_become_twenty_training_and_twenty_new_clients(digits: Source) -> None:
+def test_digits_become_twenty_training_and_twenty_new_clients_and_an_odd_client_trains(digits: Source) -> None:
     federation = build_federation(digits, default_partition("digits"), 0)
     assert (len(federation.training), len(federation.new)) == (20, 20)
     assert len(federation.training.indices) + len(federation.new.indices) == 1797
     for clients in (federation.training, federation.new):
         assert np.count_nonzero(class_counts(federation, clients), axis=1).max() <= 2
-
-
-def test_an_odd_client_trains(digits: Source) -> None:
-    federation = build_federation(digits, Partition(kind="iid", clients=7), 0)
-    assert (len(federation.training), len(federation.new)) == (4, 3)
+    odd = build_federation(digits, Partition(kind="iid", clients=7), 0)
+    assert (len(odd.training), len(odd.new)) == (4, 3)
 
 
 def test_a_larger_fraction_of_a_new_client_contains_the_smaller_and_changes_nobody_else(digits: Source) -> None:
