@@ -125,14 +125,7 @@ def _found(copy: Path, file: str, old: str, new: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not full", "-p", "no:cacheprovider"]
     paths = os.pathsep.join(map(str, (copy / "src", copy)))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *tests],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([*command, *tests], cwd=copy, env=environment, capture_output=True, text=True, check=False)
     source.write_text(text)
     found = done.returncode == 1  # a test failed; other codes are pytest's own troubles
     by = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")

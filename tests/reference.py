@@ -17,6 +17,7 @@ from tests.helpers.params import Params, clipped, descend, gradient, leaves, nor
 from upfl.contract import Batch, Split
 from upfl.models import Layered, convnet, mlp
 from upfl.randomness import generator
+from upfl.state import prefixed, select
 
 Forward = Callable[[Params, Tensor], Tensor]
 
@@ -120,12 +121,8 @@ class MetaStep:
         psi, phi = leaves(psi), leaves(phi)
         with torch.enable_grad():
             loss = self.loss(psi, phi, batch.x, batch.y, received)
-            both = gradient(loss, {f"psi.{k}": v for k, v in psi.items()} | {f"phi.{k}": v for k, v in phi.items()})
-        return (
-            loss.detach(),
-            {name: both[f"psi.{name}"] for name in psi},
-            {name: both[f"phi.{name}"] for name in phi},
-        )
+            both = gradient(loss, prefixed("psi", psi) | prefixed("phi", phi))
+        return loss.detach(), select(both, "psi"), select(both, "phi")
 
     def run(self, psi: Params, phi: Params, batches: Sequence[Batch], round: int = 0) -> MetaRun:
         """A client's steps in a round: phi's momentum starts at zero, psi as received is what Prox holds on to."""

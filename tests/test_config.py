@@ -69,10 +69,11 @@ def test_digits_takes_mnists_values(row: str) -> None:
 
 
 def test_later_layers_win(tmp_path: Path) -> None:
-    """Rounds, a field of the run: paper 1000, lite 40, file 7, option 9, setting 11."""
+    """Rounds, a field of the run: paper 1000, lite 40, file 7, option 9, the last of its settings 11."""
     file = tmp_path / "run.toml"
     file.write_text("rounds = 7\n")
-    layers: list[dict[str, Any]] = [{}, {"profile": "lite"}, {"file": file}, {"rounds": 9}, {"settings": ["rounds=11"]}]
+    settings = {"settings": ["rounds=10", "rounds=11"]}
+    layers: list[dict[str, Any]] = [{}, {"profile": "lite"}, {"file": file}, {"rounds": 9}, settings]
     for until, rounds in enumerate((1000, 40, 7, 9, 11)):
         arguments = {key: value for layer in layers[: until + 1] for key, value in layer.items()}
         assert configure("fedtta", "cifar10", **arguments).rounds == rounds
@@ -99,10 +100,6 @@ def test_profiles_change_the_scale_and_not_the_method() -> None:
     widths = [config.model.options["width"] for config in (paper, lite, smoke)]
     assert widths == sorted(set(widths), reverse=True)
     assert paper.participants(50) > lite.participants(50) > smoke.participants(50)
-
-
-def test_the_last_of_several_settings_of_a_name_wins() -> None:
-    assert configure("fedavg", "digits", settings=["lr=0.2", "lr=0.3"]).training["lr"] == 0.3
 
 
 def test_a_file_may_name_the_profile_and_an_argument_wins_over_it(tmp_path: Path) -> None:

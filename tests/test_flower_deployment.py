@@ -78,10 +78,16 @@ class Deployment:
         own = ["--auth-supernode-private-key", str(keys / f"{name}.key"), "--port", str(free_port())]
         self.start(name, "python", "-m", "upfl.flower.node", *there, *own, "--node-config", config)
 
-    def command(self, *arguments: str) -> str:
+    def register(self, *nodes: int) -> None:
+        """All in one process: each would take seconds of a processor to start."""
+        keys = [str(self.keys / f"node-{number}.pub") for number in nodes]
+        each = "app(['supernode', 'register', key, 'upfl'], standalone_mode=False)"
+        self.command("-c", f"from flwr.cli.app import app\nfor key in {keys}: {each}", program=sys.executable)
+
+    def command(self, *arguments: str, program: str = str(BIN / "flwr")) -> str:
         """What a command of `flwr` says."""
         done = subprocess.run(
-            [str(BIN / "flwr"), *arguments],
+            [program, *arguments],
             env=self.environment(self.keys),
             cwd=self.folder,
             capture_output=True,
@@ -196,8 +202,7 @@ def test_a_federation_trains_and_a_newcomer_personalizes(deployment: Deployment,
     np.save(tmp_path / "mine.npy", source.x[mine])
 
     deployment.superlink()
-    for number in (1, 2, 3, 4):
-        deployment.flwr("supernode", "register", str(deployment.keys / f"node-{number}.pub"), "upfl")
+    deployment.register(1, 2, 3, 4)
     deployment.node(1, f'client=0 data="{tmp_path / "hospital.npz"}"')
     deployment.node(2, "client=1")
     deployment.node(3, "client=2")

@@ -47,20 +47,12 @@ def test_fetch_leaves_alone_what_is_here(upfl: Upfl) -> None:
     assert "36 samples" in upfl("fetch", "mnist", "digits").stdout
 
 
-def test_fetch_of_an_unknown_name_offers_the_nearest(upfl: Upfl) -> None:
-    with pytest.raises(ConfigError, match="did you mean cifar10"):
-        upfl("fetch", "cifer10")
-
-
-def test_check_passes_what_is_good_and_names_what_is_bad(upfl: Upfl, tmp_path: Path) -> None:
+def test_check_passes_what_is_good_and_names_what_is_bad_or_not_here(upfl: Upfl, tmp_path: Path) -> None:
     assert upfl("check").stdout.count("good") == 3
     assert all(row["problem"] is None for row in json.loads(upfl("check", "mnist", "--json").stdout))
     (tmp_path / "data" / "cifar-100-binary" / "test.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"test\.bin"):
         upfl("check", "cifar100")
-
-
-def test_check_of_what_is_not_here_says_so(upfl: Upfl) -> None:
     with pytest.raises(DataError, match="CIFAR-10 is not on this machine"):
         upfl("check", "cifar10")
 
@@ -109,8 +101,3 @@ def test_show_writes_a_picture(upfl: Upfl, tmp_path: Path, name: str, clients: s
 def test_a_picture_that_cannot_be_written_is_named(upfl: Upfl, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         upfl("show", "digits", "-o", str(tmp_path / name))
-
-
-@pytest.mark.parametrize("command", ["list", "fetch", "check", "show"])
-def test_help_has_an_example(upfl: Upfl, command: str) -> None:
-    assert f"upfl data {command}" in upfl(command, "--help").stdout

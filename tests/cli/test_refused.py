@@ -16,25 +16,16 @@ pytestmark = pytest.mark.usefixtures("methods")
     [
         ("fedavgg digits", "fedavg"),
         ("fedavg digitz", "digits"),
-        ("fedavg digits --profile smok", "smoke"),
         ("fedavg digits --score none,tnet", "tent"),
-        ("fedavg digits --set training.lrr=0.1", "lr"),
-        ("fedavg digits --set partition.kind=patological", "pathological"),
         ("fedavg digits --set tnet.lr=0.1", "tent"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest_valid_one(tmp_path: Path, typed: str, nearest: str) -> None:
+    """`tests/test_config.py` has all names."""
     out = tmp_path / "run"
     said = upfl("train", *typed.split(), "--rounds", "1", "--workers", "1", "--out", out)
     refused(said, out)
     assert re.search(rf"(?<![\w+-]){re.escape(nearest)}(?![\w+-])", said.err), said.err
-
-
-@pytest.mark.parametrize(
-    "setting", ["method=fedavgg", "method=fedtta", "dataset=digitz", "profile=smok", "training.name=fedavgg"]
-)
-def test_a_run_cannot_be_called_what_it_is_not(tmp_path: Path, setting: str) -> None:
-    refused(train(tmp_path / "run", "--set", setting), tmp_path / "run", setting.partition("=")[2])
 
 
 def test_a_training_that_makes_its_own_model_takes_no_other(tmp_path: Path) -> None:

@@ -81,17 +81,21 @@ def _table() -> dict[str, list[str]]:
 
 
 TABLE = _table()
-# Corrections see predictions only, so that one training meets all of them here; `make test-all` has every pair.
+# Fits of corrections take longer than all else. They are made where clients all begin alike, where each begins from its
+# memory, and where they differ in architecture and are guided; `make test-all` has every pair.
+FITTING = ("fedavg", Remembering.name, "hetero-fedtta")
+COSTLY = ("label-shift", "auto")
+# Other corrections see predictions only, so that one training meets all of them.
 TOGETHER = {
-    name: [key for key in fitting if name == "fedavg" or key == "label-shift" or not corrects(key)]
+    name: [key for key in fitting if name == "fedavg" or (name in FITTING if key in COSTLY else not corrects(key))]
     for name, fitting in TABLE.items()
 }
-# What whole runs are scored under. Fits over the training clients take longer than the runs: they are made where
-# clients all begin alike, where each begins from its memory, and where they differ in architecture and are guided.
+# What whole runs are scored under: once with fits, twice without.
 SCORED = {
-    name: [key for key in paired if name in ("fedavg", Remembering.name, "hetero-fedtta") or not _is_fitted(key)]
+    name: [key for key in paired if key in COSTLY or not (corrects(key) or (_is_fitted(key) and name not in FITTING))]
     for name, paired in TOGETHER.items()
 }
+SCORINGS = {name: 1 if name in FITTING else 2 for name in TABLE}
 of_every_training = pytest.mark.parametrize("name", KINDS)
 of_remembering_trainings = pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.remembers])
 of_every_pair = pytest.mark.parametrize(
@@ -126,7 +130,7 @@ def config_of(name: str, **options: Any) -> Config:
     scale: dict[str, Any] = {
         "rounds": rounds_of(name),
         "clients_per_round": 4,
-        "evaluate_every": rounds_of(name) // 2,
+        "evaluate_every": rounds_of(name) // SCORINGS[name],
         "evaluate_clients": 3,
         "model": None if KINDS[name].refuses_models else {"hidden": 16},
         "partition": {"clients": 2 * CLIENTS},

@@ -18,7 +18,6 @@ from tests.conformance.common import (
     KINDS,
     SCORED,
     Parts,
-    Remembering,
     briefly,
     config_of,
     folded,
@@ -76,26 +75,18 @@ def test_any_number_of_workers_gives_the_same_bits(name: str, reference: Outcome
 
 @of_every_training
 @pytest.mark.parametrize(
-    ("what", "number", "checkpoint_every"),
-    [
-        ("scoring", -1, 1),
-        ("round", 3, 2),
-        pytest.param("scoring", 1, 1, marks=pytest.mark.full),
-        pytest.param("round", 1, 2, marks=pytest.mark.full),
-    ],
+    ("checkpoint_every", "stops"),
+    [(2, {"round": 3, "scoring": -1}), pytest.param(1, {"scoring": 1, "round": 1}, marks=pytest.mark.full)],
 )
 def test_a_stopped_and_resumed_run_has_the_bits_of_one_that_never_stopped(
-    name: str, reference: Outcome, what: str, number: int, checkpoint_every: int, tmp_path: Path
+    name: str, reference: Outcome, checkpoint_every: int, stops: dict[str, int], tmp_path: Path
 ) -> None:
-    """-1: the last scoring, when the last round's training and memories are done and nothing of it is committed."""
-    config = config_of(name, checkpoint_every=checkpoint_every)
-    folder = RunFolder.create(tmp_path / "run", config)
-    stage = 2 * len(SCORED[name]) if number < 0 else number
-    with pytest.raises(StopError):
-        Engine.local(folder).run(Interrupter(what, stage))
-    assert not folder.finished
-    with pytest.raises(StopError):  # and once more: the first stage after the resumption
-        Engine.local(folder).run(Interrupter("training", 1))
+    """-1: a scoring's end, when the round's training and memories are done and nothing of it is committed."""
+    folder = RunFolder.create(tmp_path / "run", config_of(name, checkpoint_every=checkpoint_every))
+    for what, number in {**stops, "training": 1}.items():
+        with pytest.raises(StopError):
+            Engine.local(folder).run(Interrupter(what, len(SCORED[name]) if number < 0 else number))
+        assert not folder.finished
     Engine.local(folder).run()
     assert_same(outcome(folder), reference)
 
@@ -215,17 +206,3 @@ def test_a_round_without_a_good_client_stops_the_run_at_the_last_good_checkpoint
     assert progress.round == 1
     Engine.local(engine.folder).run()
     assert_same(outcome(engine.folder), ran(config, tmp_path / "untroubled"))
-
-
-def test_a_memory_counts_the_rounds_that_its_client_took_part_in(tmp_path: Path) -> None:
-    """What the suite's own training is for: a memory written before a stop does not count twice."""
-    config = briefly(Remembering.name, clients_per_round=3)
-    engine = begun(config, tmp_path / "run")
-    with pytest.raises(StopError):
-        engine.run(Interrupter("scoring", 1))
-    Engine.local(engine.folder).run()
-    done = Engine.local(engine.folder)
-    done.run()
-    taken = [id for round in range(config.rounds) for id in done.cohort.participants(round)]
-    for id in set(taken):
-        assert int(done.cohort.memory(id)["rounds"]) == taken.count(id)

@@ -105,26 +105,24 @@ def test_other_json_is_refused(content: str) -> None:
             load("femnist")
 
 
-def test_a_writer_in_two_files_is_refused() -> None:
-    with machine("femnist") as folder:
-        (folder / "copy.json").write_bytes((folder / "all_data_0.json").read_bytes())
-        with pytest.raises(DataError, match="several files"):
-            load("femnist")
-
-
-def test_a_truncated_file_is_named_with_what_to_do() -> None:
-    with machine("cifar10") as folder:
-        path = folder / "test_batch.bin"
-        path.write_bytes(path.read_bytes()[:-100])
-        with pytest.raises(DataError, match=r"test_batch\.bin cannot be used: .* truncated.*Replace it"):
-            load("cifar10")
-
-
-def test_a_missing_file_of_a_set_is_named() -> None:
-    with machine("cifar10") as folder:
-        (folder / "data_batch_3.bin").unlink()
-        with pytest.raises(DataError, match=r"data_batch_3\.bin missing"):
-            load("cifar10")
+@pytest.mark.parametrize(
+    ("name", "file", "content", "says"),
+    [
+        ("cifar10", "test_batch.bin", b"short", r"test_batch\.bin cannot be used: .* truncated.*Replace it"),
+        ("cifar10", "data_batch_3.bin", None, r"data_batch_3\.bin missing"),
+        ("mnist", "train-labels-idx1-ubyte.gz", gzip.compress(bytes(10_000_000)), "more than 32 bytes"),
+        ("femnist", "all_data_1.json", "all_data_0.json", "several files"),
+    ],
+    ids=["truncated", "missing", "decompressed without end", "a writer in two files"],
+)
+def test_what_is_wrong_with_a_file_is_said(name: str, file: str, content: bytes | str | None, says: str) -> None:
+    with machine(name) as folder:
+        if content is None:
+            (folder / file).unlink()
+        else:
+            (folder / file).write_bytes((folder / content).read_bytes() if isinstance(content, str) else content)
+        with pytest.raises(DataError, match=says):
+            load(name)
 
 
 def test_another_data_set_under_this_name_is_refused() -> None:
@@ -133,14 +131,6 @@ def test_another_data_set_under_this_name_is_refused() -> None:
         for path in folder.iterdir():
             path.write_bytes((folder.parent / "fashion_mnist" / path.name).read_bytes())
         with pytest.raises(DataError, match="not the canonical MNIST"):
-            load("mnist")
-
-
-def test_a_small_file_that_decompresses_without_end_is_refused() -> None:
-    with machine("mnist") as folder:
-        path = folder / "train-labels-idx1-ubyte.gz"
-        path.write_bytes(gzip.compress(bytes(10_000_000)))
-        with pytest.raises(DataError, match="more than 32 bytes"):
             load("mnist")
 
 

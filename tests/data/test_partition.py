@@ -228,30 +228,20 @@ def test_another_seed_gives_another_federation(digits: Source) -> None:
     assert not same(build_federation(digits, partition, 0), build_federation(digits, partition, 1))
 
 
-def test_building_draws_nothing_from_numpys_global_generator(digits: Source) -> None:
-    np.random.seed(1)  # noqa: NPY002
-    first = build_federation(digits, default_partition("digits"), 0)
-    np.random.seed(2)  # noqa: NPY002
-    assert same(first, build_federation(digits, default_partition("digits"), 0))
-
-
 def test_the_partition_of_a_seed_stays_what_it_was(digits: Source) -> None:
     federation = build_federation(digits, default_partition("digits"), 0)
     assert federation.training.all(0)[:5].tolist() == [1232, 1703, 891, 152, 695]
     assert federation.new.all(0)[:5].tolist() == [4, 840, 241, 830, 1289]
 
 
-def test_digits_become_twenty_training_and_twenty_new_clients(digits: Source) -> None:
+def test_digits_become_twenty_training_and_twenty_new_clients_and_an_odd_client_trains(digits: Source) -> None:
     federation = build_federation(digits, default_partition("digits"), 0)
     assert (len(federation.training), len(federation.new)) == (20, 20)
     assert len(federation.training.indices) + len(federation.new.indices) == 1797
     for clients in (federation.training, federation.new):
         assert np.count_nonzero(class_counts(federation, clients), axis=1).max() <= 2
-
-
-def test_an_odd_client_trains(digits: Source) -> None:
-    federation = build_federation(digits, Partition(kind="iid", clients=7), 0)
-    assert (len(federation.training), len(federation.new)) == (4, 3)
+    odd = build_federation(digits, Partition(kind="iid", clients=7), 0)
+    assert (len(odd.training), len(odd.new)) == (4, 3)
 
 
 def test_a_larger_fraction_of_a_new_client_contains_the_smaller_and_changes_nobody_else(digits: Source) -> None:
@@ -379,8 +369,3 @@ def test_any_change_gives_a_partition_or_a_configuration_error(changes: dict[str
     except ConfigError:
         return
     assert Partition.model_validate(revised.model_dump()) == revised
-
-
-def test_an_unknown_data_set_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean mnist"):
-        default_partition("minst")

@@ -150,13 +150,6 @@ def test_the_largest_values_that_are_accepted_do_not_overflow(clients: int) -> N
     assert total["x"].tolist() == [largest * clients, -largest * clients]
 
 
-def test_a_reset_sum_is_empty() -> None:
-    total = _summed([_up(), _up()], LIKE, 2)
-    total.reset(2)
-    assert total.count == 0
-    assert all(not total[name].any() for name in total)
-
-
 def test_a_mean_divides_by_the_sum_of_weights() -> None:
     total = FixedPointSum({"x": torch.zeros(2), "weight": torch.tensor(0.0)}, 2)
     total.add({"x": torch.tensor([2.0, 4.0]), "weight": torch.tensor(2.0)})

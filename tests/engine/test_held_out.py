@@ -42,12 +42,12 @@ def test_nobody_left_to_train_is_refused() -> None:
 
 @pytest.mark.bits
 def test_they_take_part_in_no_round_and_no_fit_and_choose_the_round(tmp_path: Path) -> None:
-    config = small("label-shift", *HELD_OUT, clients_per_round=5, rounds=3, evaluate_every=1)
+    config = small("label-shift", *HELD_OUT, clients_per_round=5, rounds=2, evaluate_every=1)
     run = api.train(config, tmp_path / "one", workers=1)
     held_out = run.federation.training.held_out
     assert held_out.sum() == 2
     lines = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["clients"] for line in lines] == [3, 3, 3], "all that train, and no more"
+    assert [line["clients"] for line in lines] == [3, 3], "all that train, and no more"
     assert not set(clients_of(Calibration, run.federation)) & set(np.flatnonzero(held_out))
 
     (row,) = run.result["rows"]

@@ -78,11 +78,11 @@ def test_two_workers_give_the_bits_of_one_with_memory_and_clients_left_out(
     assert result(tmp_path / "two")["left_out"] == 3
 
 
-def test_three_workers_give_the_bits_of_one_with_fewer_clients_than_workers(tmp_path: Path, mark: str) -> None:
-    config = small("fedtta-prox", clients_per_round=0.25, score=["early-stopped", "none"])
-    api.train(config, tmp_path / "three", workers=3)
-    assert [line["clients"] for line in lines(tmp_path / "three")] == [2] * 4
-    assert_same(tmp_path / "three", run(config, tmp_path / "one"))
+def test_two_workers_give_the_bits_of_one_with_a_single_client_a_round(tmp_path: Path, mark: str) -> None:
+    config = small("fedtta-prox", clients_per_round=1, score=["early-stopped", "none"])
+    api.train(config, tmp_path / "two", workers=2)
+    assert [line["clients"] for line in lines(tmp_path / "two")] == [1] * 4
+    assert_same(tmp_path / "two", run(config, tmp_path / "one"))
 
 
 def environment(mark: str, **more: str) -> dict[str, str]:
@@ -239,28 +239,15 @@ def assert_resumes(path: Path, reference: Path, workers: int = 1) -> None:
     assert_memory_counted_once(path)
 
 
-@pytest.mark.parametrize(
-    ("number", "everyone", "workers", "more"),
-    [
-        (signal.SIGINT, True, 2, ()),
-        (signal.SIGTERM, False, 2, ()),
-        (signal.SIGINT, True, 1, ("--json",)),
-    ],
-)
+@pytest.mark.parametrize(("kill", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
 def test_an_interrupted_run_says_how_to_go_on_and_can_be_resumed(
-    tmp_path: Path,
-    mark: str,
-    long_run: Path,
-    number: signal.Signals,
-    everyone: bool,
-    workers: int,
-    more: tuple[str, ...],
+    tmp_path: Path, mark: str, long_run: Path, kill: Any, number: signal.Signals
 ) -> None:
     """Ctrl-C reaches every process of the terminal's group, SIGTERM usually the first alone."""
     path = tmp_path / "run"
-    command = Command.start(mark, tmp_path, *long_arguments(), "--out", path, "--workers", str(workers), *more)
+    command = Command.start(mark, tmp_path, *long_arguments(), "--out", path, "--workers", "2", "--json")
     command.wait_for(path, 3)
-    (os.killpg if everyone else os.kill)(command.process.pid, number)
+    kill(command.process.pid, number)
     assert command.end() == 130
     said = command.errors.read_text()
     assert "Traceback" not in said

@@ -10,13 +10,7 @@ import torch
 
 from tests.plugin_methods import result, upfl
 from upfl.contract import Personalized, Published, Unlabelled
-from upfl.data.inputs import Inputs
-from upfl.engine.clients import Population
-from upfl.engine.fitting import fit_needs
 from upfl.engine.folder import RunFolder
-from upfl.engine.group import Group
-from upfl.engine.rounds import Engine
-from upfl.engine.setup import assemble
 from upfl.experiments.score import Newcomers, Score, Scorer
 from upfl.methods import PERSONALIZERS
 from upfl.personalize.nothing import Nothing
@@ -187,28 +181,3 @@ def test_new_clients_that_would_change_the_training_are_refused(run: Path) -> No
         ("new_fraction", ("--new new_fraction", "key=value")),
     ):
         upfl("score", run, "--score", "none", "--new", setting).ended(2, *words)
-
-
-# Labels of new clients
-
-
-def test_labels_of_new_clients_change_no_fit_and_no_prediction(run: Path) -> None:
-    config = RunFolder.open(run).config()
-    engine = Engine.standing(RunFolder.open(run))
-    setup = assemble(config)
-    federation, inputs, training = setup.federation, setup.inputs, setup.training
-    labels = federation.source.labels.copy()
-    labels[federation.new.indices] = (labels[federation.new.indices] + 3) % 10
-    other = replace(federation.source, labels=labels)
-    auto = PERSONALIZERS["auto"](training, PERSONALIZERS["auto"].Hyper())
-    found = []
-    for held, given in ((federation, inputs), (replace(federation, source=other), Inputs(other))):
-        fits, facts = fit_needs([auto], engine.published(), Population(held, given, 0), Group())
-        told = [auto.personalize(fits.published, Population(held, given, 0).newcomer(i)) for i in range(3)]
-        found.append((fits, facts, told))
-    assert found[0][1] == found[1][1]
-    ours, theirs = (fits.published.fitted for fits, _, _ in found)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for one, two in zip(found[0][2], found[1][2], strict=True):
-        assert torch.equal(one.logits, two.logits)
-        assert one.diary == two.diary

@@ -100,8 +100,8 @@ def test_what_is_known_of_new_clients_plays_no_part(
 
 def test_a_search_that_was_killed_goes_on_and_its_trials_end_with_it(tmp_path: Path) -> None:
     out = tmp_path / "s"
-    options = {"profile": "smoke", "rounds": 120, "evaluate_every": 60}
-    command = ["search", "fedavg", "digits", "--profile", "smoke", "--rounds", "120", "--evaluate-every", "60"]
+    options = {"profile": "smoke", "rounds": 60, "evaluate_every": 60}
+    command = ["search", "fedavg", "digits", "--profile", "smoke", "--rounds", "60", "--evaluate-every", "60"]
     arguments = [*command, "--space", "free", "--trials", "2", "--parallel", "2", "--out", str(out)]
 
     def rounds() -> list[int]:

@@ -29,10 +29,10 @@ EIGHT = "evaluate_clients=8"  # enough to calibrate by
 
 
 def fitting(training: str) -> list[str]:
-    """Every personalizer that goes with a training, and corrections that stand on others."""
+    """What goes with a training and is fitted, and corrections that stand on others; each kind of fit is among them."""
     made = assemble(small(training)).training
-    found = [kind.name for kind in PERSONALIZERS.values() if kind.name != "none" and kind.why_not(made) is None]
-    return [*found, "refit+label-shift", "tent+calibrated", "atp+label-shift"]
+    found = [name for name in ("auto", "atp", "fed3r", "fedncm", "bbse") if PERSONALIZERS[name].why_not(made) is None]
+    return [*found, "tent+calibrated", "atp+label-shift"]
 
 
 def messages(score: list[str], out: Path) -> list[list[str]]:
@@ -45,7 +45,7 @@ def messages(score: list[str], out: Path) -> list[list[str]]:
             asked.append(facts.get("keys", []))
         return reply
 
-    federated(small("fedavg", EIGHT, score=score, **ALL), out, InProcessGrid(nodes(), watch))
+    federated(small("fedavg", EIGHT, score=score, **ALL), out, InProcessGrid(nodes(), watch), compared=True)
     assert known_of(Bundle.load(out / "bundle").published)
     assert asked.pop() == [], "the check of newcomers' data went with the others"
     return asked

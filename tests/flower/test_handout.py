@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "run"
     settings = ("iterations=10", "model.hidden=64")
     config = small("fedtta", *settings, rounds=6, evaluate_every=6, clients_per_round=1.0, score=["none"])
-    return federated(config, path, InProcessGrid(nodes()))
+    return federated(config, path, InProcessGrid(nodes()), compared=True)
 
 
 def newcomers(tmp_path: Path) -> tuple[InProcessGrid, np.ndarray]:

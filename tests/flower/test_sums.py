@@ -29,9 +29,10 @@ METHODS = [*QUICK, *(pytest.param(method, marks=pytest.mark.full) for method in 
 @pytest.mark.bits
 @pytest.mark.parametrize("method", METHODS)
 def test_a_secure_run_has_the_bits_of_one_that_is_not(method: str, keys: Path, tmp_path: Path) -> None:
-    config = small(method, **({} if TRAININGS[method].in_turn else {"rounds": 2}))
+    in_turn = TRAININGS[method].in_turn
+    config = small(method, *(["iterations=1", "filters=8"] if in_turn else []), **({} if in_turn else {"rounds": 2}))
     grid = LinkGrid(secure_nodes(keys))
-    federated(config, tmp_path / "secure", grid, secure=True)
+    federated(config, tmp_path / "secure", grid, secure=True, compared=method == "fedavg")
     federated(config, tmp_path / "plain", InProcessGrid(nodes()))
     assert_same_but_for_costs(tmp_path / "secure", tmp_path / "plain")
     line = lines(tmp_path / "secure")[-1]
@@ -81,7 +82,7 @@ def test_features_are_standardized_by_a_secure_sum(keys: Path, tmp_path: Path) -
 @pytest.mark.parametrize("step", ["advertise", "share", "mask", "agree", "unmask"])
 def test_nodes_killed_at_a_step_leave_the_sum_of_those_that_remain(step: str, keys: Path, tmp_path: Path) -> None:
     """Two of eight, in the second round; the run goes on, and is that of nodes that were away from then on."""
-    config, gone = small("fedavg", rounds=3, **ALL), {BAD, 1000}
+    config, gone = small("fedavg", rounds=3, evaluate_every=3, **ALL), {BAD, 1000}
     grid, watch = LinkGrid(secure_nodes(keys)), Watch()
     asked = dict.fromkeys(gone, 0)
 

@@ -51,13 +51,27 @@ def local_round(
     training: Any, server: State, memory: State, client: Client, batches: Sequence[Batch]
 ) -> tuple[Mapping[str, Tensor], State, list[float]]:
     """What goes up, what is kept, the losses."""
+    carry, losses = _steps(training, server, memory, client, batches)
+    with torch.no_grad():
+        up, kept = training.finish(server, carry, client)
+    return up, kept, losses
+
+
+def trained(training: Any, server: State, batches: Sequence[Batch], round: int = 0) -> tuple[State, list[float]]:
+    """The server's entries after a client's steps, and the losses."""
+    carry, losses = _steps(training, server, {}, Somebody(round=round), batches)
+    return {name: carry[name].detach().clone() for name in server}, losses
+
+
+def _steps(
+    training: Any, server: State, memory: State, client: Client, batches: Sequence[Batch]
+) -> tuple[State, list[float]]:
     carry, losses = training.begin(server, memory, client), []
     with torch.no_grad():
         for batch in batches:
             carry, loss = training.step(carry, batch, client.round)
             losses.append(float(loss))
-        up, kept = training.finish(server, carry, client)
-    return up, kept, losses
+    return carry, losses
 
 
 def total_of(training: Training[Any], ups: Sequence[Mapping[str, Tensor]]) -> FixedPointSum:

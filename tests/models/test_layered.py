@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
+from torch import Tensor
+from torch.func import jvp, vjp
 
 from tests.helpers.params import Params, descend, difference, distance, gradient, norm
-from tests.reference import Case
+from tests.reference import Case, forward_convnet, forward_mlp
 from upfl.config import configure
 from upfl.models import Layered, Linear, adaptation_model, convnet, mlp, split
 from upfl.randomness import generator
@@ -57,14 +57,6 @@ def test_each_data_set_gets_its_model_by_default(dataset: str, shape: Any, class
     assert configure("fedavg", dataset).model.build(shape, classes).size == size
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(0.5, 32), (1.0, 64), (2.0, 128)])
-def test_heterogeneous_widths_scale_both_convolutions_and_the_adaptation_model(width: float, hidden: int) -> None:
-    shapes = convnet((3, 32, 32), 10, width=width).shapes
-    assert shapes["conv1.weight"][0] == int(32 * width)
-    assert shapes["conv2.weight"][0] == int(64 * width)
-    assert adaptation_model(10, hidden).shapes["fc2.weight"] == (hidden, hidden)
-
-
 # Initialisation
 
 
@@ -95,23 +87,10 @@ def test_initial_values_follow_from_the_generator_alone(case: Case) -> None:
 def test_convnet_is_convolution_relu_pool_twice_and_two_linear_layers(
     shape: tuple[int, int, int], width: float
 ) -> None:
-    channels, height, breadth = shape
-    first, second = int(32 * width), int(64 * width)
-    modules = nn.Sequential()
-    modules.add_module("conv1", nn.Conv2d(channels, first, 5, padding=2))
-    modules.add_module("relu1", nn.ReLU())
-    modules.add_module("pool1", nn.MaxPool2d(2))
-    modules.add_module("conv2", nn.Conv2d(first, second, 5, padding=2))
-    modules.add_module("relu2", nn.ReLU())
-    modules.add_module("pool2", nn.MaxPool2d(2))
-    modules.add_module("flatten", nn.Flatten())
-    modules.add_module("fc1", nn.Linear(second * (height // 4) * (breadth // 4), 24))
-    modules.add_module("relu3", nn.ReLU())
-    modules.add_module("fc2", nn.Linear(24, 7))
     model = convnet(shape, 7, hidden=24, width=width)
     params = model.init(generator(3))
     x = torch.randn(9, *shape, generator=generator(4))
-    expected = functional_call(modules, params, (x,))
+    expected = forward_convnet(params, x)
     fast = model.layout(params)
     in_channels_last = x.contiguous(memory_format=torch.channels_last)
     for params_, x_ in ((params, x), (fast, in_channels_last), (params, in_channels_last)):
@@ -120,16 +99,10 @@ def test_convnet_is_convolution_relu_pool_twice_and_two_linear_layers(
 
 
 def test_mlp_is_linear_layers_with_relu_between() -> None:
-    modules = nn.Sequential()
-    modules.add_module("flatten", nn.Flatten())
-    for name, fan_in, fan_out in (("fc1", 12, 9), ("fc2", 9, 8), ("fc3", 8, 4)):
-        modules.add_module(name, nn.Linear(fan_in, fan_out))
-        if name != "fc3":
-            modules.add_module(f"relu_{name}", nn.ReLU())
     model = mlp(12, (9, 8), 4)
     params = model.init(generator(3))
     x = torch.randn(6, 3, 2, 2, generator=generator(4))
-    torch.testing.assert_close(model.apply(params, x), functional_call(modules, params, (x,)))
+    torch.testing.assert_close(model.apply(params, x), forward_mlp(params, x))
 
 
 def test_layout_keeps_values_and_the_input_untouched(case: Case) -> None:

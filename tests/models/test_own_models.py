@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from tests import plugin_models
+from tests.plugin_methods import upfl as command
 from tests.runs import Interrupter, StopError, assert_same, outcome
 from upfl import api, bundle, cli, configure, models, plugins
 from upfl.bundle.manifest import MANIFEST, SUMS
@@ -156,7 +157,7 @@ def test_a_module_trains_one_client_at_a_time() -> None:
 # Runs
 
 
-@pytest.mark.parametrize("model", ["own-dropout", "own-batchnorm"])
+@pytest.mark.parametrize("model", ["own-dropout", pytest.param("own-batchnorm", marks=pytest.mark.full)])
 def test_workers_and_resume_give_the_same_bits(model: str, tmp_path: Path) -> None:
     """Workers are processes, which draw random numbers of their own."""
     config = small("fedtta", model, rounds=3)
@@ -301,9 +302,7 @@ def test_the_command_line_takes_a_model_from_a_plugin_in_processes_of_its_own(tm
     done = upfl(*train, "--model", "my_nets:flat", "--set", "model.units=3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert 'name = "my_nets:flat"' in (tmp_path / "run" / "config.toml").read_text()
-    lost = upfl("export", "run", "-o", "bundle", cwd=tmp_path)
-    assert lost.returncode == 2
-    assert "--plugin my_nets" in lost.stderr
+    command("export", tmp_path / "run", "-o", tmp_path / "bundle").ended(2, "--plugin my_nets")
     done = upfl("score", "run", cwd=tmp_path, UPFL_PLUGINS="my_nets")
     assert done.returncode == 0, done.stderr
 

@@ -64,29 +64,6 @@ def test_one_step_clips_the_gradient_to_ten(case: Case, n: int) -> None:
     assert_step(training, published, case, x, guided_step(case.forward, psi, phi, x, 0.02, 1e-4))
 
 
-@pytest.mark.parametrize(("name", "hyper"), [("one-step", {}), ("early-stopped", {"patience": 50}), ("tent", {})])
-def test_a_client_is_personalized_alike_whatever_the_order_of_its_samples(
-    case: Case, name: str, hyper: dict[str, Any]
-) -> None:
-    training = fedtta(case, inner_lr=0.1)
-    published = publish(training, 0)
-    x = case.x(300, 1, torch.float32)
-    order = torch.randperm(300, generator=generator(3))
-    ours = personalize(name, training, published, x, **hyper)
-    shuffled = personalize(name, training, published, x[order], **hyper)
-    torch.testing.assert_close(shuffled.logits, ours.logits[order], rtol=1e-3, atol=1e-4)
-
-
-def test_the_step_does_not_grow_with_the_number_of_copies_of_64_samples(case: Case) -> None:
-    """The norm of one batch of 640 would be sqrt(10) times that of 64."""
-    training = fedtta(case, inner_lr=0.5)
-    published = publish(training, 0)
-    x = case.x(64, 1, torch.float32)
-    once = personalize("one-step", training, published, x)
-    ten_times = personalize("one-step", training, published, x.repeat(10, 1, 1, 1))
-    torch.testing.assert_close(ten_times.logits[:64], once.logits, rtol=1e-4, atol=1e-5)
-
-
 # Early stopping, on a model whose entropy along the steps is known
 
 

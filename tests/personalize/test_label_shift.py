@@ -22,7 +22,6 @@ from upfl.personalize import class_mix, label_shift
 from upfl.personalize.calibration import Calibrator
 from upfl.personalize.class_mix import expectation_maximisation
 from upfl.personalize.estimate import total_variation
-from upfl.randomness import generator
 from upfl.state import prefixed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,11 +88,10 @@ def test_what_training_clients_justified_is_the_gate() -> None:
         assert torch.equal(by_menu.logits, personalize("label-shift", x, fitted, gate=s_min).logits)
 
 
-@pytest.mark.parametrize("hyper", [{}, {"gate": 1e9}])
-def test_a_gate_at_infinity_returns_the_calibrated_predictions(hyper: dict[str, float]) -> None:
+def test_a_gate_at_infinity_returns_the_calibrated_predictions() -> None:
     x, later, fitted = newcomer(), newcomer(seed=5), calibrated_as(4, 0.6)
     fitted["gate.label-shift.menu"] = torch.tensor(len(STRENGTHS))
-    closed, calibrated = personalize("label-shift", x, fitted, **hyper), personalize("calibrated", x, fitted)
+    closed, calibrated = personalize("label-shift", x, fitted), personalize("calibrated", x, fitted)
     assert torch.equal(closed.logits, calibrated.logits)
     torch.testing.assert_close(closed.predict_logits(later), calibrated.predict_logits(later))
     expected = posterior_of(x, fitted)[0]
@@ -109,7 +107,7 @@ def test_who_closed_the_gate_is_told() -> None:
     assert "training clients" not in by_user
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_mix_equal_to_the_sources_keeps_the_predictions(seed: int) -> None:
     """r for a mix that is pi is p; and from samples of that mix the evidence finds (nearly) nothing to adapt."""
     prior = even(4)
@@ -140,30 +138,6 @@ def test_the_predictor_for_the_sources_own_mix_is_the_calibrated_model(name: str
     assert personalizer.personalize(published, Unlabelled(0, x)).predictor.temperature == pytest.approx(1 / 0.6)
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_the_order_of_samples_does_not_matter(name: str) -> None:
-    x, fitted = newcomer(samples=60), calibrated_as(4)
-    order = torch.randperm(60, generator=generator(3))
-    straight, shuffled = personalize(name, x, fitted), personalize(name, x[order], fitted)
-    torch.testing.assert_close(shuffled.logits, straight.logits[order], atol=1e-5, rtol=1e-5)
-    np.testing.assert_allclose(shuffled.diary.mix, straight.diary.mix, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", [*CORRECTIONS, "lame", "tent+label-shift"])
-def test_a_single_sample_works(name: str) -> None:
-    x, fitted = newcomer(samples=1), calibrated_as(4)
-    fitted |= {key.replace("none", "tent").replace("e.label", "e.tent+label"): value for key, value in fitted.items()}
-    found = personalize(name, x, fitted)
-    assert found.logits.shape == (1, 4)
-    assert found.logits.isfinite().all()
-    assert found.predict_logits(x).isfinite().all()
-    if found.diary.mix:
-        assert sum(found.diary.mix) == pytest.approx(1)
-        assert min(found.diary.mix) > 0
-    for estimate in found.diary.accuracy:
-        assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
-
-
 @pytest.mark.parametrize("classes", [2, 62, 100])
 @pytest.mark.parametrize("sure", [0.0, 1e4])
 def test_extreme_predictions_stay_finite(classes: int, sure: float) -> None:
@@ -192,16 +166,6 @@ def test_map_em_goes_from_em_to_the_calibrated_model() -> None:
     torch.testing.assert_close(weak.logits.softmax(1), em.logits.softmax(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(strong.logits.softmax(1), calibrated.logits.softmax(1), atol=1e-6, rtol=0)
     torch.testing.assert_close(strong.predict_logits(x), calibrated.predict_logits(x), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["em", "map-em", "bbse", "label-shift"])
-def test_own_samples_and_later_ones_are_predicted_alike(name: str) -> None:
-    """r is the posterior under q (label-shift: nearly, as its r comes from the mean of log q under each strength)."""
-    x, fitted = newcomer(samples=200), calibrated_as(4)
-    found = personalize(name, x, fitted)
-    assert (found.logits.argmax(1) == found.predict(x)).double().mean() > 0.97
-    if name != "label-shift":
-        torch.testing.assert_close(found.logits.softmax(1), found.predict_logits(x).softmax(1), atol=1e-5, rtol=0)
 
 
 # What it is for
@@ -353,11 +317,3 @@ def test_the_gates_loss_is_the_clients_own_log_likelihood(shifted: World, fits: 
         expected.append(loss / sum(map(len, shifted.labels)))
     found_losses = fits.published.fitted["gate.label-shift.loss"]
     np.testing.assert_allclose(found_losses, np.array(expected) - expected[-1], atol=1e-5)
-
-
-def families(clients: int = 20, samples: int = 40, new_samples: int = 6) -> World:
-    mixes = [np.zeros(10) for _ in range(clients)]
-    for i, mix in enumerate(mixes):
-        mix[[2 * (i % 5), 2 * (i % 5) + 1]] = 0.5
-    here, small = world(mixes, mixes, samples, 1.2), world(mixes, mixes, new_samples, 1.2, seed=1)
-    return replace(here, new_logits=small.new_logits, new_labels=small.new_labels)

@@ -94,17 +94,6 @@ def test_pfl_sampled_is_one_members_model_drawn_from_newcomer_and_seed(members: 
     assert max(counts.values()) < 30, "far from uniform"
 
 
-@pytest.mark.parametrize("method", [Sampled, Ensemble])
-def test_a_training_client_validates_with_its_own_model(
-    members: Members, method: type[Sampled] | type[Ensemble]
-) -> None:
-    client = members.newcomer(3)
-    personalized = method(members.training, Hyper()).personalize(
-        members.published, client, members.published.members[3]
-    )
-    torch.testing.assert_close(personalized.logits, members.logits(3, client.x), rtol=1e-4, atol=1e-5)
-
-
 def test_both_pfl_rows_have_one_validation_accuracy_that_of_clients_own_models(tmp_path: Path) -> None:
     config = small_config("fedper", rounds=3, evaluate_every=1, evaluate_clients=6, clients_per_round=6)
     engine = begun(config, tmp_path / "run")

@@ -16,11 +16,10 @@ from upfl.randomness import generator
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    "hyper",
-    [{}, {"steps": 3}, {"clip": 0.01}, {"weight_decay": 0.05}, {"lr": 0.7}, {"parameters": "last"}],
-    ids=str,
-)
+HYPERS = [{}, {"steps": 3}, {"clip": 0.01}, {"weight_decay": 0.05}, {"lr": 0.7}, {"parameters": "last"}]
+
+
+@pytest.mark.parametrize("hyper", HYPERS, ids=str)
 @pytest.mark.parametrize("n", [1, 20, 600])
 def test_tent_descends_the_mean_entropy_in_bits(case: Case, n: int, hyper: dict[str, Any]) -> None:
     training = fedavg(case, lr=0.9)

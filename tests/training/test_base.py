@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.fedtta import server_state
 from tests.helpers.rounds import total_of
 from tests.reference import CASES, CLASSES, Somebody
 from upfl.contract import Task
+from upfl.randomness import generator
 from upfl.training.base import LocalTraining
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 from upfl.training.fedtta import FedTTA, FedTTAProx
@@ -28,7 +28,7 @@ def test_the_server_adds_the_mean_change(aggregation: str, mean: float) -> None:
     """Two clients: one of 10 samples moves every value by 1, one of 30 samples by 4."""
     case = CASES["mlp"]
     training = FedAvg(Task(case.model, CLASSES, 2), FedAvgHyper(aggregation=aggregation))
-    server = server_state(training, 1, torch.float32)
+    server = training.init(generator(1))
     ups = []
     for count, change in ((10, 1.0), (30, 4.0)):
         client = Somebody(count)

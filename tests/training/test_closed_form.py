@@ -374,7 +374,7 @@ def test_a_run_is_as_long_as_the_passes_take_whatever_the_profile() -> None:
 def test_a_newcomers_model_is_an_onnx_file_like_any_other(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    run = train(config_of("mirror=true", score=["label-shift"]), tmp_path / "run", workers=1)
+    run = train(config_of("mirror=true", "grid=2", score=["label-shift"]), tmp_path / "run", workers=1)
     images = run.federation.source.x[run.federation.new.all(0)]
     mine = export(run, tmp_path / "bundle").personalize(images)
     assert onnx_export(mine, tmp_path / "me.onnx") < 1e-5

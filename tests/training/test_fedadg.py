@@ -92,33 +92,6 @@ def test_consecutive_fedadg_steps_equal_plain_autograd(case: Case, clip: float) 
     assert distance(difference(kept, memory), difference(reference.discriminator, memory)) < 1e-6
 
 
-def test_fedadgs_generator_receives_gradient_through_the_discriminator(case: Case) -> None:
-    """Without weight decay it moves, and against the discriminator's judgement of what it makes."""
-    training = adversarial(case, weight_decay=0.0)
-    server, memory = double_server(training), doubled(training.memory(Somebody()))
-    batch = noisy(case.batch(9, 0), training, 0)
-    up, kept, _ = local_round(training, server, memory, Somebody(), [batch])
-    before, labels = select(server, "generator"), F.one_hot(batch.y, CLASSES).double()
-    after = {name: value + up[f"generator.{name}"] for name, value in before.items()}
-    noise = torch.cat([batch.noise["noise"], labels], 1)
-    judged = [float((forward_discriminator(kept, forward_mlp(g, noise), labels) ** 2).mean()) for g in (before, after)]
-    assert all(float(up[f"generator.{name}"].abs().max()) > 0 for name in before)
-    assert judged[1] < judged[0] - 1e-6
-
-
-def test_fedadgs_discriminator_depends_on_the_label(case: Case) -> None:
-    """The same feature with another label is judged otherwise, and so its step is another one."""
-    training = adversarial(case)
-    server, memory = double_server(training), doubled(training.memory(Somebody()))
-    assert memory["projection.weight"].shape == (6, 12 + CLASSES)
-    blind = {name: value.clone() for name, value in memory.items()}
-    blind["projection.weight"][:, 12:] = 0
-    batch = noisy(case.batch(9, 0), training, 0)
-    kept = [local_round(training, server, d, Somebody(), [batch])[1] for d in (memory, blind)]
-    assert norm({"labels": kept[1]["projection.weight"][:, 12:]}) > 1e-6, "labels give the discriminator no gradient"
-    assert distance(kept[0], kept[1]) > 1e-3
-
-
 def test_fedadgs_discriminator_is_never_sent_and_each_client_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

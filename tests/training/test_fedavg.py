@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.fedtta import padded_batch, server_state, trained
 from tests.helpers.params import difference, distance
+from tests.helpers.rounds import double_server, trained
 from tests.reference import CLASSES, Case
 from upfl.contract import Task
 from upfl.state import select
@@ -14,20 +14,10 @@ from upfl.training.fedavg import FedAvg, FedAvgHyper
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_padding_does_not_count_in_a_fedavg_step(case: Case) -> None:
-    training = FedAvg(Task(case.model, CLASSES, 3), FedAvgHyper(lr=0.3))
-    server = server_state(training, 1)
-    batch = case.batch(9, 0)
-    plain, losses = trained(training, server, [batch])
-    with_padding, padded_losses = trained(training, server, [padded_batch(batch, case.batch(4, 50))])
-    assert padded_losses == pytest.approx(losses, rel=1e-7)
-    assert distance(with_padding, plain, scale=difference(plain, server)) < 1e-6
-
-
 @pytest.mark.parametrize("clip", [10.0, 0.05])
 def test_fedavg_steps_are_torchs_sgd_with_clipping(case: Case, clip: float) -> None:
     training = FedAvg(Task(case.model, CLASSES, 3), FedAvgHyper(lr=0.2, weight_decay=0.01, clip=clip))
-    server = server_state(training, 1)
+    server = double_server(training)
     batches = [case.batch(n, seed) for seed, n in enumerate((12, 7, 12, 12))]
     ours, losses = trained(training, server, batches, round=7)
     params = {name: nn.Parameter(value.clone()) for name, value in select(server, "psi").items()}

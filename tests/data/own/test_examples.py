@@ -55,7 +55,9 @@ def test_from_files_of_ones_own_to_predictions(name: str, tmp_path: Path, cache:
 
 @pytest.mark.bits
 @pytest.mark.usefixtures("methods")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "notes" else pytest.mark.full) for name in EXAMPLES]
+)
 def test_two_workers_that_were_killed_give_the_bits_of_one(
     name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
