@@ -68,7 +68,7 @@ class LocalClient:
         """The samples at some places of a split, a batch for each tensor of them; several batches are read at once."""
         indices = self._indices(split)
         angle = 0.0 if split == "public" else float(self.federation.training.angles[self.id])
-        width = 4 * math.prod(self.inputs.samples.shape[1:])
+        width = 4 * math.prod(self.federation.source.form.shape)
         # What turns images may compute many of them in another order than few.
         at_once = 1 if angle or not places else max(1, AHEAD // max(width * len(places[0]), 1))
         for start in range(0, len(places), at_once):
