@@ -7,8 +7,7 @@
 
 Settled: the teacher is the mean of the adapted models' logits, as in the authors' code; the rest see
 `training/fedmd.py`. The step on the public set, which has all classes, spoils the teacher of clients that hold few: on
-digits newcomers were 22 points better with `public_steps = 0`, one seed (results/heterogeneous.md). The default is the
-paper's.
+digits newcomers were ten points better with `public_steps = 0` (results/heterogeneous.md). The default is the paper's.
 """
 
 from typing import Any
