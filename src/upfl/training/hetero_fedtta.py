@@ -13,8 +13,8 @@ one guided step on P, as a newcomer takes it on its data (`personalize/fedtta.py
 Settled: the step on P has the scale of the digest's, which learns from it: `digest_batch` takes the place of the batch
 size in l_per, so that a client that is its own teacher starts the digest without a loss. phi's momentum runs on from
 the digest into the local steps (one optimizer in the authors' code). What else see `training/fedmd.py` and
-`training/fedtta.py`. On digits adaptation gains nothing, because a phi of one's own learns one's own classes; label shift
-gains nine points in its place (results/heterogeneous.md).
+`training/fedtta.py`. On digits adaptation gains nothing, because a phi of one's own learns one's own classes; label
+shift gains nine points in its place (results/heterogeneous.md).
 """
 
 from typing import Any
