@@ -16,14 +16,17 @@ as it is written, and the observer is told.
 
 The recorder is `torch.jit.trace`, run without TorchScript's optimizer, which would change the order of sums. PyTorch
 no longer develops it, but has nothing else that replays a graph without a compiler on the user's machine. Where it is
-missing or fails, steps run as they are written: results do not change, small models take longer.
+missing or fails, steps run as they are written: results do not change, small models take longer. TorchScript keeps what
+it compiles in one table as long as the process lives; recordings go into tables of their own, and end with their run.
 """
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -153,7 +156,7 @@ class _Graph:
                 losses.append(loss)
             return losses, carry
 
-        with torch.inference_mode(), warnings.catch_warnings(record=True) as looked_at:
+        with torch.inference_mode(), _own_unit(), warnings.catch_warnings(record=True) as looked_at:
             warnings.simplefilter("ignore")  # TorchScript is old
             warnings.simplefilter("always", jit.TracerWarning)
             # Shapes are constants of a recording; models branch on them.
@@ -175,6 +178,18 @@ class _Graph:
         finally:
             torch._C._set_graph_executor_optimize(before)
         return dict(zip(self._names, left, strict=True)), losses
+
+
+@contextmanager
+def _own_unit() -> Iterator[None]:
+    """What is compiled meanwhile lives as long as whoever holds it, not as long as the process."""
+    state: Any = importlib.import_module("torch.jit._state")
+    shared = state._python_cu
+    state._python_cu = torch._C.CompilationUnit()
+    try:
+        yield
+    finally:
+        state._python_cu = shared
 
 
 def _tensors(batch: Batch) -> State:
