@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := dev,docs,flower,mlflow,onnx,search,tables,tensorboard
+EXTRAS := dev,docs,fast,flower,mlflow,onnx,search,tables,tensorboard
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-bits test-all lint types keys docs bench bench-peers constraints clean

@@ -1,5 +1,6 @@
 """With what a run was made: versions, the commit, the machine's kind. It explains a result and takes no part in it."""
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import upfl
+from upfl.models import compiled
 
 UNKNOWN = "unknown"
 
@@ -20,10 +22,16 @@ def environment() -> dict[str, Any]:
         "commit": commit(Path(upfl.__file__).parents[2]),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numba": numba(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def numba() -> str | None:
+    """The version that training's convolutions are compiled with, if it is there (`models/compiled.py`)."""
+    return importlib.metadata.version("numba") if compiled.installed() else None
 
 
 def commit(root: Path) -> str:

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from upfl.contract import Batch, Phase, Step, Training
+from upfl.models import compiled
 from upfl.state import State
 
 Tell = Callable[[str], None]
@@ -59,9 +60,10 @@ def steps_of(training: Training[Any], device: torch.device, tell: Tell = lambda 
 
 def as_written(phase: Phase, carry: State, batches: Sequence[Batch], round: int) -> tuple[State, list[Tensor]]:
     losses = []
-    for batch in batches:
-        carry, loss = phase.step(carry, batch, round)
-        losses.append(loss.detach())
+    with compiled.used():
+        for batch in batches:
+            carry, loss = phase.step(carry, batch, round)
+            losses.append(loss.detach())
     return carry, losses
 
 

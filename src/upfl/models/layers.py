@@ -2,7 +2,7 @@
 
 A layer's forward pass keeps what it computed (`Pass`) and offers the way back, the tangent, and the derivative of the
 way back along that tangent. Convolution weights and images are channels-last, where oneDNN's kernels run at the
-machine's matrix-multiply rate.
+machine's matrix-multiply rate; derivatives below a pooling are taken at the winners alone (`models/winners.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from upfl.models import compiled
 from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors, gram
 from upfl.state import State, add_product_, is_vectorized
 
@@ -167,10 +168,12 @@ class Conv:
         return {f"{self.name}.weight": (self.outputs, self.inputs, 5, 5), f"{self.name}.bias": (self.outputs,)}
 
     def forward(self, params: State, x: Tensor) -> Pass:
-        return _ConvPass(self.name, params[f"{self.name}.weight"], params[f"{self.name}.bias"], x)
+        return ConvPass(self.name, params[f"{self.name}.weight"], params[f"{self.name}.bias"], x)
 
 
-class _ConvPass:
+class ConvPass:
+    rectified = False  # whether a rectifier follows: the output's change then counts where the output is positive
+
     def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
         self.weight_name, self.bias_name = f"{layer}.weight", f"{layer}.bias"
         self.layer, self.w, self.x = layer, w, x
@@ -178,57 +181,69 @@ class _ConvPass:
         self.y, self.winners = F.max_pool2d(self.z, 2, return_indices=True)
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
-        self.gz = self._unpooled(gy)
-        gx, weight = _conv_gradients(self.gz, self.x, self.w, inputs, to is not None)
+        self.at_winners = compiled.serves(self.x, self.w)
+        self.g = self._unpooled(gy)
+        gx: Tensor | None
+        gx, weight = self._gradients(self.g, self.x, self.w, inputs, to is not None)
         if to is not None:
             to.value(self.weight_name, weight)
             to.value(self.bias_name, _rows(gy).sum((0, 1)))  # pooling keeps sums: a quarter of the values
         return gx
 
     def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
-        return _ConvPass(self.layer, params[self.weight_name], params[self.bias_name], x)
+        return ConvPass(self.layer, params[self.weight_name], params[self.bias_name], x)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
         self.dx, self.dv = dx, None if v is None else v[self.weight_name] * scale  # small beside the activations
-        dz = None if dx is None else F.conv2d(dx, self.w, padding=2)
+        dy = None if dx is None else self._change(dx, self.w)
         if v is None or self.dv is None:
-            assert dz is not None
-            return self._pooled(dz)
-        along = F.conv2d(self.x, self.dv, v[self.bias_name] * scale, padding=2)
-        return self._pooled(along if dz is None else along.add_(dz))
+            assert dy is not None
+            return dy
+        along = self._change(self.x, self.dv).add_((v[self.bias_name] * scale).view(1, -1, 1, 1))
+        return along if dy is None else along.add_(dy)
 
     def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
-        dgz = self._unpooled(dgy)
-        dgx, weight = _conv_gradients(dgz, self.x, self.w, inputs, to is not None)
+        dg = self._unpooled(dgy)
+        dgx, weight = self._gradients(dg, self.x, self.w, inputs, to is not None)
         if to is not None:
             if self.dx is not None:
-                weight.add_(_conv_gradients(self.gz, self.dx, self.w, False, True)[1])
+                weight.add_(self._gradients(self.g, self.dx, self.w, False, True)[1])
             to.value(self.weight_name, weight)
             to.value(self.bias_name, _rows(dgy).sum((0, 1)))
         if inputs and self.dv is not None:
-            dgx.add_(_conv_gradients(self.gz, self.x, self.dv, True, False)[0])
-        return dgx
+            dgx.add_(self._gradients(self.g, self.x, self.dv, True, False)[0])
+        return dgx  # type: ignore[no-any-return]
 
-    def _pooled(self, dz: Tensor) -> Tensor:
-        """The winners' change, with channels last."""
+    def _change(self, x: Tensor, w: Tensor) -> Tensor:
+        """The convolution of x by w at the winners, with channels last; where no rectifier is open it may be zero."""
+        if self.rectified and compiled.serves(x, w):
+            from upfl.models import winners
+
+            return winners.change(self.y, self.winners, x, w)
         samples, channels, height, width = self.winners.shape
-        chosen = _rows(dz).gather(1, _rows(self.winners))
+        chosen = _rows(F.conv2d(x, w, padding=2)).gather(1, _rows(self.winners))
         return chosen.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
     def _unpooled(self, gy: Tensor) -> Tensor:
+        """The gradient before pooling; at the winners alone it is as it comes."""
+        if self.at_winners:
+            return gy
         return _pool_backward(gy, self.z, [2, 2], [2, 2], [0, 0], [1, 1], False, self.winners)  # type: ignore[no-any-return]
+
+    def _gradients(self, g: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool) -> tuple[Any, Any]:
+        if self.at_winners:
+            from upfl.models import winners
+
+            return winners.gradients(g, self.winners, x, w, inputs, weight)
+        result: tuple[Any, Any, Any] = _convolution_backward(
+            g, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
+        )
+        return result[:2]
 
 
 def _rows(image: Tensor) -> Tensor:
     """samples x pixels x channels"""
     return image.permute(0, 2, 3, 1).flatten(1, 2)
-
-
-def _conv_gradients(gz: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor, Tensor] = _convolution_backward(
-        gz, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
-    )
-    return result[:2]
 
 
 class _PiecewiseLinear(ABC):

@@ -7,11 +7,12 @@ Written out for each layer they cost little more than the matrix products; autog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 from torch import Tensor
 
 from upfl.models.factored import Direction, Gradient, Outer, ScaledDirection
-from upfl.models.layers import Layer, Pass, PlainPass
+from upfl.models.layers import ConvPass, Layer, Pass, PlainPass, Relu
 from upfl.state import State, combined
 
 
@@ -20,9 +21,11 @@ class LayeredTrace:
 
     def __init__(self, layers: Sequence[Layer], params: State, x: Tensor) -> None:
         self.params, self.input, self.passes = params, x, list[Pass]()
-        for layer in layers:
-            self.passes.append(layer.forward(params, x))
-            x = self.passes[-1].y
+        for layer, following in zip_longest(layers, layers[1:]):
+            self.passes.append(one := layer.forward(params, x))
+            if isinstance(one, ConvPass):
+                one.rectified = isinstance(following, Relu)
+            x = one.y
         self.output = x
         self.input_gradient: Tensor  # set by a walk back with `inputs`
         # Below the first layer with parameters nothing depends on them: gradients stop there, but for the input's.

@@ -1,0 +1,273 @@
+"""The loops of `models/winners.py`, compiled by Numba. What is compiled is not kept in files: Numba's are pickles.
+
+Images are samples x pixels x channels. A sample's inputs are copied into a frame of zeros two pixels wide, in blocks of
+16 channels, so that a row of a patch is 80 numbers one after another and a block of the frame fits the first cache. Two
+small pieces, written in LLVM's instructions because a loop in Python does not keep its sums in registers, do the work:
+
+    add_rows    a row of 80 numbers <- itself + sum_i g_i * (the row at place i)
+    add_dots    eight numbers       <- themselves + <five rows of weights, the patch at place k>
+
+Each number is summed in the same order on every processor; where fused multiply-add is missing, it is rounded twice.
+Places are offsets in bytes, of 32 bits; addresses are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from upfl.models.compiled import BLOCK
+
+ROW = 5 * BLOCK
+LANES = 8  # numbers in a vector; where the processor's are shorter, LLVM takes several
+PIECES = ROW // LANES
+FRAME = 2
+AT_ONCE = 8  # patches of `add_dots`
+
+F = TypeVar("F", bound=Callable[..., Any])
+address = numba.uintp
+
+
+def compiled(function: F) -> F:
+    return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def inline(function: F) -> Callable[..., None]:
+    return cast(Callable[..., None], intrinsic(function))
+
+
+_FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_FUSED = ("contract",)
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _pick(*places: int) -> Any:
+    return ir.Constant(ir.VectorType(_I32, len(places)), list(places))
+
+
+def _vector(build: Any, start: Any, piece: int) -> Any:
+    """The pointer to a piece of a row."""
+    return build.inttoptr(build.add(start, _number(4 * LANES * piece)), _VECTOR.as_pointer())
+
+
+def _load(build: Any, start: Any, piece: int = 0) -> Any:
+    return build.load(_vector(build, start, piece), align=4)
+
+
+def _element(build: Any, start: Any, kind: Any, i: Any) -> Any:
+    return build.load(build.gep(build.inttoptr(start, kind.as_pointer()), [i]))
+
+
+def _place(build: Any, start: Any, places: Any, i: Any) -> Any:
+    return build.add(start, build.zext(_element(build, places, _I32, i), _I64))
+
+
+def _fused(build: Any, a: Any, b: Any, c: Any) -> Any:
+    return build.fadd(build.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+
+def _repeat(build: Any, times: Any, start: Sequence[Any], once: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Vectors after `once(i, vectors)` for i = 0, 1, ..., at least once."""
+    before, body, after = build.block, build.append_basic_block(), build.append_basic_block()
+    build.branch(body)
+    build.position_at_end(body)
+    i, now = build.phi(_I64), [build.phi(_VECTOR) for _ in start]
+    result = once(i, now)
+    following = build.add(i, _number(1))
+    for phi, first, then in zip([i, *now], [_number(0), *start], [following, *result], strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(then, body)
+    build.cbranch(build.icmp_unsigned("<", following, times), body, after)
+    build.position_at_end(after)
+    return result
+
+
+@inline
+def add_rows(context: Any, to: Any, rows: Any, places: Any, factors: Any, count: Any) -> Any:
+    """to <- to + sum_i factors[i] * (the row at rows + places[i]), for a count of one at least."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        to, rows, places, factors, count = arguments
+
+        def once(i: Any, sums: list[Any]) -> list[Any]:
+            row, factor = _place(build, rows, places, i), _element(build, factors, _FLOAT, i)
+            empty = ir.Constant(_VECTOR, ir.Undefined)
+            alone = build.insert_element(empty, factor, ir.Constant(_I32, 0))
+            everywhere = build.shuffle_vector(alone, empty, _pick(*[0] * LANES))
+            return [_fused(build, everywhere, _load(build, row, v), one) for v, one in enumerate(sums)]
+
+        sums = _repeat(build, count, [_load(build, to, v) for v in range(PIECES)], once)
+        for v, one in enumerate(sums):
+            build.store(one, _vector(build, to, v), align=4)
+        return target.get_dummy_value()
+
+    return types.void(*[types.uintp] * 5), code
+
+
+@inline
+def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places: Any) -> Any:
+    """to[k] <- to[k] + <weights, the patch at frame + places[k], whose rows are `down` bytes apart>, for eight k."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        to, weights, frame, down, places = arguments
+        patches = [_place(build, frame, places, _number(k)) for k in range(AT_ONCE)]
+
+        def once(r: Any, sums: list[Any]) -> list[Any]:
+            row, offset = build.add(weights, build.mul(r, _number(4 * ROW))), build.mul(r, down)
+            rows = [build.add(patch, offset) for patch in patches]
+            for v in range(PIECES):
+                weight = _load(build, row, v)
+                sums = [_fused(build, weight, _load(build, at, v), one) for at, one in zip(rows, sums, strict=True)]
+            return sums
+
+        def paired(vectors: list[Any], some: Any, others: Any) -> list[Any]:
+            """Sums of neighbours, of two vectors in one."""
+            return [
+                build.fadd(build.shuffle_vector(a, b, some), build.shuffle_vector(a, b, others))
+                for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+
+        sums = _repeat(build, _number(5), [ir.Constant(_VECTOR, [0.0] * LANES)] * AT_ONCE, once)
+        sums = paired(sums, _pick(0, 8, 2, 10, 4, 12, 6, 14), _pick(1, 9, 3, 11, 5, 13, 7, 15))
+        sums = paired(sums, _pick(0, 1, 8, 9, 4, 5, 12, 13), _pick(2, 3, 10, 11, 6, 7, 14, 15))
+        (eight,) = paired(sums, _pick(0, 1, 2, 3, 8, 9, 10, 11), _pick(4, 5, 6, 7, 12, 13, 14, 15))
+        build.store(build.fadd(_load(build, to), eight), _vector(build, to, 0), align=4)
+        return target.get_dummy_value()
+
+    return types.void(*[types.uintp] * 5), code
+
+
+@compiled
+def _framed(x: Any, n: int, frame: Any, breadth: int) -> None:
+    """Copy a sample between the zeros: frame is blocks x pixels x 16."""
+    for p in range(x.shape[1]):
+        to = (p // breadth + FRAME) * (breadth + 2 * FRAME) + p % breadth + FRAME
+        for block in range(frame.shape[0]):
+            for c in range(BLOCK):
+                frame[block, to, c] = x[n, p, block * BLOCK + c]
+
+
+@compiled
+def _empty_frame(x: Any, breadth: int) -> Any:
+    return np.zeros(
+        (x.shape[2] // BLOCK, (x.shape[1] // breadth + 2 * FRAME) * (breadth + 2 * FRAME), BLOCK), np.float32
+    )
+
+
+@compiled
+def _open(value: Any, winners: Any, n: int, positive: bool, breadth: int, lists: Any) -> None:
+    """For each output channel of a sample its open winners: how many, where in the frame, which pixel, the value."""
+    counts, places, pixels, values = lists
+    half, wide = breadth // 2, breadth + 2 * FRAME
+    counts[:] = 0
+    for p in range(value.shape[1]):
+        top, left = 2 * (p // half), 2 * (p % half)
+        for o in range(value.shape[2]):
+            offset = winners[n, p, o] - (top * breadth + left)  # 0 or 1, or a line further down
+            offset = offset if offset < 2 else offset - breadth + wide
+            one, i = value[n, p, o], counts[o]
+            places[o, i] = (top * wide + left + offset) * BLOCK * 4
+            pixels[o, i], values[o, i] = p, one
+            counts[o] = i + (one > 0 if positive else one != 0)  # no branch: it could not be foreseen
+
+
+@compiled
+def _lists(outer: int, inner: int) -> Any:
+    room = inner + AT_ONCE
+    return (
+        np.zeros(outer, np.int64),
+        np.zeros((outer, room), np.uint32),
+        np.zeros((outer, room), np.uint32),
+        np.zeros((outer, room), np.float32),
+    )
+
+
+@compiled
+def _at(array: Any) -> Any:
+    return address(array.ctypes.data)
+
+
+@compiled
+def weights(gy: Any, winners: Any, x: Any, dw: Any, breadth: int) -> None:
+    """dw, blocks x outputs x 5 x 80, of gy and winners, samples x pixels x outputs, and of x."""
+    samples, pixels, outputs = gy.shape
+    frame, lists = _empty_frame(x, breadth), _lists(outputs, pixels)
+    counts, places, _, values = lists
+    down = 4 * (breadth + 2 * FRAME) * BLOCK
+    dw[:] = 0
+    for n in range(samples):
+        _framed(x, n, frame, breadth)
+        _open(gy, winners, n, False, breadth, lists)
+        for block in range(dw.shape[0]):
+            for o in range(outputs):
+                if counts[o]:
+                    for r in range(5):
+                        source = _at(frame[block]) + address(r * down)
+                        add_rows(_at(dw[block, o, r]), source, _at(places[o]), _at(values[o]), address(counts[o]))
+
+
+@compiled
+def inputs(gy: Any, winners: Any, w: Any, dx: Any, breadth: int) -> None:
+    """dx, samples x pixels x channels, of gy and winners, and of w, blocks x 5 x outputs x 80."""
+    samples, pixels, outputs = gy.shape
+    half, wide = breadth // 2, breadth + 2 * FRAME
+    frame = _empty_frame(dx, breadth)
+    # Channels whose winners share a place of the square share a patch: a list for each of the four places.
+    counts, rows, _, values = _lists(4 * pixels, outputs)
+    for n in range(samples):
+        frame[:] = 0
+        counts[:] = 0
+        for p in range(pixels):
+            first = 2 * (p // half) * breadth + 2 * (p % half)
+            for o in range(outputs):
+                offset = winners[n, p, o] - first
+                k = 4 * p + (offset if offset < 2 else offset - breadth + 2)
+                one, i = gy[n, p, o], counts[k]
+                rows[k, i], values[k, i] = o * ROW * 4, one
+                counts[k] = i + (one != 0)
+        for block in range(w.shape[0]):
+            for r in range(5):
+                for p in range(pixels):
+                    first = (2 * (p // half) + r) * wide + 2 * (p % half)
+                    for square in range(4):
+                        k = 4 * p + square
+                        if counts[k]:
+                            to = _at(frame[block]) + address((first + square // 2 * wide + square % 2) * BLOCK * 4)
+                            add_rows(to, _at(w[block, r]), _at(rows[k]), _at(values[k]), address(counts[k]))
+        for p in range(dx.shape[1]):
+            start = (p // breadth + FRAME) * wide + p % breadth + FRAME
+            for block in range(w.shape[0]):
+                for c in range(BLOCK):
+                    dx[n, p, block * BLOCK + c] = frame[block, start, c]
+
+
+@compiled
+def change(y: Any, winners: Any, x: Any, w: Any, dy: Any, breadth: int) -> None:
+    """dy, samples x pixels x outputs, of x and of w, blocks x outputs x 5 x 80, where y is positive; else zero."""
+    samples, pixels, outputs = y.shape
+    frame, lists = _empty_frame(x, breadth), _lists(outputs, pixels)
+    counts, places, whose, sums = lists
+    down = address(4 * (breadth + 2 * FRAME) * BLOCK)
+    for n in range(samples):
+        _framed(x, n, frame, breadth)
+        _open(y, winners, n, True, breadth, lists)
+        sums[:] = 0
+        for block in range(w.shape[0]):
+            for o in range(outputs):
+                for e in range(0, counts[o], AT_ONCE):
+                    at = address(4 * e)
+                    add_dots(_at(sums[o]) + at, _at(w[block, o]), _at(frame[block]), down, _at(places[o]) + at)
+        dy[n] = 0
+        for o in range(outputs):
+            for e in range(counts[o]):
+                dy[n, whose[o, e], o] = sums[o, e]
