@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from upfl.state import is_vectorized
+
 BLOCK = 16  # channels of the input that are gone through together
 SMALLEST = 12 * 12  # pixels of the input below which too little is to be gained
 
@@ -51,6 +53,6 @@ def serves(x: Tensor, w: Tensor) -> bool:
         and x.device.type == "cpu"
         and x.dtype == w.dtype == torch.float32
         and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not (is_vectorized(x) or is_vectorized(w))
         and installed()
     )
