@@ -36,6 +36,7 @@ from upfl.engine.rounds import Engine
 from upfl.engine.setup import assemble
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+AVX2 |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
 STEPS, ELSE = "steps", "all else"
 OTHERS, OWN, WALL = "other threads of the process", "the round", "by the clock"
 WARM = 3  # rounds that are not counted

@@ -11,6 +11,7 @@ import sys
 import torch
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+AVX2 |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
 PLAIN = {"ATEN_CPU_CAPABILITY": "default"}
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def environment() -> dict[str, Any]:
 
 def numba() -> str | None:
     """The version that training's convolutions are compiled with, if it is there (`models/compiled.py`)."""
-    return importlib.metadata.version("numba") if compiled.installed() else None
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("numba") if compiled.installed() else None
+    return None
 
 
 def commit(root: Path) -> str:

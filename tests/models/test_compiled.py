@@ -1,10 +1,10 @@
 """Derivatives at the winners alone, by compiled loops: against autograd in double precision, and where they serve."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from tests.reference import CLASSES, Case, MetaStep, descended, forward_convnet
 from tests.runs import assert_same, ran, ran_by_workers
 from upfl.config import configure
 from upfl.contract import Task
-from upfl.models import compiled, convnet
-from upfl.models.layers import Conv, ConvPass
+from upfl.errors import ConfigError
+from upfl.models import Layered, Linear, compiled, convnet
+from upfl.models.layers import Conv, ConvPass, Flatten
 from upfl.randomness import generator
 from upfl.state import prefixed, select
 from upfl.training.fedavg import FedAvg
@@ -29,7 +30,7 @@ from upfl.training.fedtta import FedTTA
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs the extra `fast`"),
+    pytest.mark.skipif(not compiled.installed(), reason="needs the extra `fast`, and UPFL_NUMBA=0 does without it"),
 ]
 WIDE = Case(convnet((3, 26, 30), CLASSES, hidden=16, width=0.5), forward_convnet, (3, 26, 30))
 SHAPES = [(16, 24, 13, 15), (32, 5, 12, 12), (48, 8, 13, 12)]  # inputs, outputs, height, breadth
@@ -127,6 +128,62 @@ def test_what_is_not_finite_stays_so() -> None:
     assert dw[:2].isfinite().all()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (0, 2, 3, 1), (2, 3, 1, 0)])
+def test_weights_may_lie_in_memory_as_they_like(order: tuple[int, ...]) -> None:
+    from upfl.models import winners
+
+    made, _, w = layer(SHAPES[0])
+    expected = (
+        winners.gradients(made.y, made.winners, made.x, w, True, True),
+        winners.change(made.y, made.winners, made.x, w),
+    )
+    back = tuple(order.index(i) for i in range(4))
+    other = w.permute(order).contiguous().permute(back)
+    ours = (
+        winners.gradients(made.y, made.winners, made.x, other, True, True),
+        winners.change(made.y, made.winners, made.x, other),
+    )
+    for one, same in zip((*ours[0], ours[1]), (*expected[0], expected[1]), strict=True):
+        assert one is not None
+        assert same is not None
+        assert torch.equal(one, same)
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched() -> None:
+    from upfl.models import winners
+
+    made, _, w = layer(SHAPES[0])
+    with pytest.raises(ValueError, match="winners"):
+        winners.gradients(torch.cat([made.y, made.y]), made.winners, made.x, w, True, True)
+    with pytest.raises(ValueError, match="float64"):
+        winners.gradients(made.y.double(), made.winners, made.x, w, True, True)
+    with pytest.raises(ValueError, match="inputs"):
+        winners.change(made.y, made.winners, made.x[:1], w)
+    with pytest.raises(ValueError, match="weights"):
+        winners.change(made.y, made.winners, made.x, w[:, :8])
+
+
+def test_numba_that_does_not_load_is_an_error_that_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("loops", "winners"):
+        monkeypatch.delitem(sys.modules, f"upfl.models.{name}", raising=False)
+        monkeypatch.delattr(sys.modules["upfl.models"], name, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    made, _, _ = layer(SHAPES[0])
+    with compiled.used(), torch.no_grad(), pytest.raises(ConfigError, match="UPFL_NUMBA=0"):
+        made.backward(made.y, None, True)
+
+
+def test_the_loops_can_be_compiled_ahead() -> None:
+    from upfl.models import loops, winners
+
+    winners.warm()
+    made, _, w = layer(SHAPES[0])
+    winners.gradients(made.y, made.winners, made.x, w, True, True)
+    winners.change(made.y, made.winners, made.x, w)
+    for loop in (loops.weights, loops.inputs, loops.change):
+        assert len(vars(loop)["overloads"]) == 1
+
+
 # Steps
 
 
@@ -148,7 +205,7 @@ def test_steps_are_the_plain_ones_to_float32s_precision(method: str, calls: list
     else:
         run = MetaStep(WIDE.forward, second_order="first" not in method).run(psi, doubled(select(server, "phi")), exact)
         expected = prefixed("psi", run.psi) | prefixed("phi", run.phi)
-    with compiled.used():
+    with compiled.used(), torch.no_grad():
         ours = doubled(trained(training, server, batches)[0])
     assert calls
     assert set(calls) == ({"gradients"} if method == "fedavg" else {"gradients", "change"})
@@ -159,9 +216,27 @@ def test_steps_are_the_plain_ones_to_float32s_precision(method: str, calls: list
     assert distance(ours, dense, scale=moved) > 0  # they are not the same kernels
 
 
+def test_without_a_rectifier_behind_it_a_convolution_changes_where_its_outputs_are_negative_too(
+    calls: list[str],
+) -> None:
+    bare = Layered((Conv("c", 16, 4), Flatten(), Linear("f", 4 * 36, 3)))
+    params = bare.layout(bare.init(generator(0)))
+    x, dx = torch.randn(2, 5, 16, 12, 12, generator=generator(1))
+    moved = []
+    for used in (nullcontext(), compiled.used()):
+        with used, torch.no_grad():
+            trace = bare.trace(params, x)
+            trace.backward(torch.ones_like(trace.output), inputs=True)
+            moved.append(trace.tangent(None, dx))
+    assert (trace.passes[0].y < 0).any()
+    assert calls == ["gradients"]
+    torch.testing.assert_close(*moved)
+
+
 # Where they serve
 
 
+@torch.no_grad()
 def test_they_serve_local_steps_in_single_precision_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.zeros(2, 16, 12, 12), torch.zeros(8, 16, 5, 5)
     assert not compiled.serves(x, w)  # nobody takes local steps
@@ -170,10 +245,17 @@ def test_they_serve_local_steps_in_single_precision_and_nothing_else(monkeypatch
         assert not compiled.serves(x[:, :, 1:], w)  # too small
         assert not compiled.serves(x[:, :8], w[:, :8])  # not a block of channels
         assert not compiled.serves(x.double(), w.double())
-        assert not compiled.serves(x, torch.zeros(8, 16, 5, 5, requires_grad=True))
+        with torch.enable_grad():
+            assert not compiled.serves(x, w)
         seen = []
-        vmap(lambda w: seen.append(compiled.serves(x, w)) or w.sum())(torch.zeros(3, 8, 16, 5, 5))  # type: ignore[func-returns-value]
-        assert seen == [False]
+
+        def look(w: Tensor) -> Tensor:
+            seen.append(compiled.serves(x, w))
+            return w.sum()
+
+        vmap(look)(torch.zeros(3, 8, 16, 5, 5))
+        jvp(look, (w,), (w,))
+        assert seen == [False, False]
         monkeypatch.setattr(compiled, "installed", lambda: False)
         assert not compiled.serves(x, w)
     assert not compiled.serves(x, w)

@@ -55,7 +55,8 @@ class Steps(Protocol):
 def steps_of(training: Training[Any], device: torch.device, tell: Tell = lambda text: None) -> Steps:
     """Recorded where that is allowed and pays."""
     allowed = vars(type(training)).get("records", False) and hasattr(torch.jit, "trace")
-    return Recorded(tell) if allowed and training.model.records and device.type == "cpu" else as_written
+    recordable = all(model.records for model in training.client_models.values())
+    return Recorded(tell) if allowed and recordable and device.type == "cpu" else as_written
 
 
 def as_written(phase: Phase, carry: State, batches: Sequence[Batch], round: int) -> tuple[State, list[Tensor]]:

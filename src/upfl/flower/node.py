@@ -43,6 +43,7 @@ from flwr.supernode.runtime import run_clientapp
 
 from upfl.errors import ConfigError, UpflError
 from upfl.flower.client import app  # with all that a message needs: imported once
+from upfl.models import compiled
 
 LOOK = 0.5  # seconds between a SuperNode's looks for a message, in place of Flower's three
 TASKS = 0.05  # seconds between looks for what the SuperNode has received
@@ -76,6 +77,10 @@ def run(address: str, options: list[str]) -> int:
 
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
+        if compiled.installed():  # once, not for each message
+            from upfl.models import winners
+
+            winners.warm()
         return _serve(address, secret, supernode, running)
 
 

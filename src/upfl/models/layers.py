@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from upfl.errors import ConfigError
 from upfl.models import compiled
 from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors, gram
 from upfl.state import State, add_product_, is_vectorized
@@ -199,7 +200,7 @@ class ConvPass:
         if v is None or self.dv is None:
             assert dy is not None
             return dy
-        along = self._change(self.x, self.dv).add_((v[self.bias_name] * scale).view(1, -1, 1, 1))
+        along = self._change(self.x, self.dv, v[self.bias_name] * scale)
         return along if dy is None else along.add_(dy)
 
     def backward_tangent(self, dgy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
@@ -214,14 +215,13 @@ class ConvPass:
             dgx.add_(self._gradients(self.g, self.x, self.dv, True, False)[0])
         return dgx  # type: ignore[no-any-return]
 
-    def _change(self, x: Tensor, w: Tensor) -> Tensor:
+    def _change(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of x by w at the winners, with channels last; where no rectifier is open it may be zero."""
         if self.rectified and compiled.serves(x, w):
-            from upfl.models import winners
-
-            return winners.change(self.y, self.winners, x, w)
+            dy: Tensor = _winners().change(self.y, self.winners, x, w)
+            return dy if bias is None else dy.add_(bias.view(1, -1, 1, 1))
         samples, channels, height, width = self.winners.shape
-        chosen = _rows(F.conv2d(x, w, padding=2)).gather(1, _rows(self.winners))
+        chosen = _rows(F.conv2d(x, w, bias, padding=2)).gather(1, _rows(self.winners))
         return chosen.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
     def _unpooled(self, gy: Tensor) -> Tensor:
@@ -232,13 +232,20 @@ class ConvPass:
 
     def _gradients(self, g: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool) -> tuple[Any, Any]:
         if self.at_winners:
-            from upfl.models import winners
+            dx, dw = _winners().gradients(g, self.winners, x, w, inputs, weight)
+        else:
+            dx, dw, _ = _convolution_backward(
+                g, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
+            )
+        return dx, dw
 
-            return winners.gradients(g, self.winners, x, w, inputs, weight)
-        result: tuple[Any, Any, Any] = _convolution_backward(
-            g, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
-        )
-        return result[:2]
+
+def _winners() -> Any:
+    try:
+        from upfl.models import winners
+    except ImportError as error:
+        raise ConfigError(f"Numba is installed and does not load ({error}); repair it, or set UPFL_NUMBA=0") from None
+    return winners
 
 
 def _rows(image: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class LayeredTrace:
         for layer, following in zip_longest(layers, layers[1:]):
             self.passes.append(one := layer.forward(params, x))
             if isinstance(one, ConvPass):
-                one.rectified = isinstance(following, Relu)
+                one.rectified = type(following) is Relu
             x = one.y
         self.output = x
         self.input_gradient: Tensor  # set by a walk back with `inputs`
