@@ -1,14 +1,15 @@
-"""What clients of different models do to their teacher: `python -m benchmarks.public_step RUN...`.
+"""What clients of different models do to their teacher: `python -m benchmarks.public_step RUN... [--quick]`.
 
 HeteroFedTTA's and heterogeneous TENT's clients adapt to the public set before they send their logits. For each run: how
 much of the public set a training client's model puts into the client's own classes, how much of it is right (the
 client's, and the teacher's, which is the mean over clients), before and after that step; then the same of the clients'
-own validation data and of new clients. Labels of the public set and of new clients are for this table alone.
+own validation data and of new clients (not with `--quick`: with ConvNets they digest for minutes). Labels of the public
+set and of new clients are for this table alone.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,17 @@ def personalized(
     return done.before, done.logits
 
 
-def main(*folders: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.public_step", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders of hetero-fedtta or hetero-tent")
+    parser.add_argument("--quick", action="store_true", help="without new clients, who digest first")
+    options = parser.parse_args()
     print("| run | what | right before | after | in the client's own classes before | after |")
     print("|---|---|---:|---:|---:|---:|")
-    for folder in folders:
-        run = Engine.standing(RunFolder.open(Path(folder)))
+    for folder in options.runs:
+        run = Engine.standing(RunFolder.open(folder))
         population, federation = run.setup.population, run.federation
         (how,) = run.setup.personalizers.values()
         with one_thread(), torch.no_grad():
@@ -84,18 +91,19 @@ def main(*folders: str) -> None:
                     *personalized(how, published, population.newcomer(i), None),
                     population.newcomer_labels(i),
                 )
-                for i in range(len(federation.new))
+                for i in range(0 if options.quick else len(federation.new))
             ]
         rows = {
             "public set, the clients' models": np.mean(clients, 0),
             "public set, the teacher": teachers,
             "training clients' validation": np.mean(validation, 0),
-            "new clients": np.mean(new, 0),
         }
+        if new:
+            rows["new clients"] = np.mean(new, 0)
         for what, values in rows.items():
             cells = [f"{value:.1f}" for value in values] + ["", ""]
-            print(f"| {Path(folder).name} | {what} | {' | '.join(cells[:4])} |", flush=True)
+            print(f"| {folder.name} | {what} | {' | '.join(cells[:4])} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
