@@ -109,9 +109,10 @@ class Recorded:
 
 def _checked_graph(step: Step, carry: State, batch: Batch, round: int) -> _Graph:
     """A step's recording, if its first replay has the bits of the step as it is written."""
-    graph = _Graph(step, carry, batch)
-    ours, (our_loss,) = graph(_copied(carry), [batch], round)
-    written, loss = step(_copied(carry), batch, round)
+    with compiled.used():
+        graph = _Graph(step, carry, batch)
+        ours, (our_loss,) = graph(_copied(carry), [batch], round)
+        written, loss = step(_copied(carry), batch, round)
     if ours.keys() != written.keys() or not _same(our_loss, loss):
         raise ValueError("the first replay differs from the step as written")
     for name, value in written.items():
