@@ -148,7 +148,7 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
         def paired(vectors: list[Any], some: Any, others: Any) -> list[Any]:
             """Sums of neighbours, of two vectors in one."""
             return [
-                build.fadd(build.shuffle_vector(a, b, some), build.shufflevector(a, b, others))
+                build.fadd(build.shuffle_vector(a, b, some), build.shuffle_vector(a, b, others))
                 for a, b in zip(vectors[::2], vectors[1::2], strict=True)
             ]
 
