@@ -106,6 +106,7 @@ def test_they_serve_large_products_of_local_steps_in_single_precision_and_nothin
         assert not compiled.multiplies(a[:26], b, total[:26])  # too small
         assert not compiled.multiplies(a, b[:, :196].contiguous(), total[:, :196].contiguous())  # no vectors
         assert not compiled.multiplies(a, torch.zeros(200, 120), torch.zeros(64, 120))  # parts of 7 and 8 vectors
+        assert not compiled.multiplies(a, torch.zeros(200, 2048), torch.zeros(64, 2048))  # too large
         assert not compiled.multiplies(a, b.t(), total)
         assert not compiled.multiplies(a, b, torch.zeros(200, 64).t())
         assert not compiled.multiplies(torch.zeros(64, 400)[:, ::2], b, total)

@@ -27,6 +27,7 @@ SMALLEST = 12 * 12  # pixels of the input below which too little is to be gained
 LANES = 8  # numbers in a vector; where the processor's are shorter, LLVM takes several
 WIDEST, SLIMMEST = 14, 12  # vectors that are summed at once: with a factor, fourteen fit AVX2's sixteen registers
 LEAST = 2**20  # multiplications of a product, below which it is sooner done than called
+MOST = 2**18  # entries of a matrix, from which on it leaves the cache and dense kernels are faster
 WIDE = 2**17  # entries of the widest linear layer of a model, below which its rounds are too short to compile for
 
 _used: ContextVar[bool] = ContextVar("compiled", default=False)
@@ -95,9 +96,8 @@ def _divides(columns: int) -> bool:
 
 def multiplies(a: Tensor, b: Tensor, total: Tensor) -> bool:
     """Whether a b is added to total by a loop, where a is zero for rectifiers that are shut."""
-    return (
-        _used.get() and a.numel() * b.shape[-1] >= LEAST and _possible() and fits(a, b, total) and bool(torch_library())
-    )
+    suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and total.numel() < MOST
+    return _used.get() and bool(suits) and _possible() and fits(a, b, total) and bool(torch_library())
 
 
 def _plain(*values: Tensor) -> bool:
