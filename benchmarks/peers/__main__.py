@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", choices=("convnet", "mlp", "module"), default=["convnet", "mlp"])
     parser.add_argument("--methods", nargs="+", choices=("fedavg", "fedtta"), default=["fedavg", "fedtta"])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only contenders whose names begin so (and upfl)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only upfl, and contenders whose names begin so")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--samples", type=int, default=7, help="kept samples of each contender")
@@ -133,7 +133,7 @@ def main() -> None:
             wanted = [
                 one
                 for one in contenders(method, options.cores)
-                if not options.only or one.name.startswith(("upfl", *options.only))
+                if not options.only or one.name == "upfl" or one.name.startswith(tuple(options.only))
             ]
             with tempfile.TemporaryDirectory() as folder:
                 arena = Arena(work, wanted, Path(folder), options.cache)

@@ -8,6 +8,8 @@ import tomllib
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,27 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing_behind(tmp_path: Path)
     assert "about" in said.out
     assert "Measured" in said.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forecast_does_not_multiply_what_a_round_costs_beside_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = plan(EXPERIMENTS["overall"], datasets=["digits"], methods=["fedavg"], profile="smoke", rounds=1000)
+    trials, train = [], api.train
+
+    def timed(config: Config, path: Path, workers: int | None) -> Any:
+        """A clock by which a round takes a second, and a hundredth for each client."""
+        done = train(config, path, workers=workers)
+        trials.append(config.participants(len(done.federation.training)))
+        line = {"train_s": beside + trials[-1] / 100, "evaluate_s": 0.0, "round_s": 0.0}
+        return SimpleNamespace(federation=done.federation, metrics=[line, line])
+
+    monkeypatch.setattr(api, "train", timed)
+    beside = 1.0
+    (said,) = runner.estimate([job], workers=1)
+    assert trials == [2, 4]
+    assert said.seconds == pytest.approx(1040, abs=300)  # and what the trial itself took; 2040 by two clients
+    beside = 100.0  # too long for a second trial
+    next(runner.estimate([job], workers=1))
+    assert trials == [2, 4, 2]
 
 
 # Running

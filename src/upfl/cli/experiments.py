@@ -195,7 +195,8 @@ def _show(jobs: list[Job], estimates: list[runner.Estimate] | None, workers: int
     console.print(
         f"{len(jobs)} trainings, about [bold]{duration(sum(seconds.values()))}[/bold] "
         f"with {workers or api.cores()} worker(s).\n[dim]Measured: {runner.TRIAL_ROUNDS} rounds of each kind of "
-        "training with a few clients, and their scoring; scaled to all clients, rounds and evaluations. Early-stopped "
+        "training, with all clients where that is short and a few where not, and their scoring; scaled to all "
+        "clients, rounds and evaluations. Early-stopped "
         "adaptation takes other numbers of steps later in training, so its share is rough.[/dim]"
     )
 

@@ -159,13 +159,14 @@ def _check_same(found: Config, wanted: Config, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that a job would take, from a trial of a few clients."""
+    """Seconds that a job would take, from a trial."""
 
     job: Job
     seconds: float
 
 
 TRIAL_ROUNDS = 2  # the second one counts: the first one warms caches up
+SHORT = 30.0  # seconds: a trial with all clients that is forecast to take no longer is worth its time
 
 
 def estimate(jobs: Sequence[Job], workers: int | None, folder: Path | None = None) -> Iterator[Estimate]:
@@ -202,18 +203,22 @@ def _cost(config: Config) -> str:
 
 
 def _trial(job: Job, workers: int | None) -> float:
+    """Seconds that the job would take, by a trial of few clients, and by one of all where that is short.
+
+    What a round costs beside its clients is scaled up with them by the first; it matters where they take little time.
+    """
+    few = max(2, workers or api.cores())
+    seconds, once = _scaled(job, workers, few)
+    return seconds if once > SHORT else _scaled(job, workers, None)[0]
+
+
+def _scaled(job: Job, workers: int | None, few: int | None) -> tuple[float, float]:
+    """Seconds of the job, and of a trial with all clients, from a trial with a few of them."""
     config = job.config
+    scale = {"clients_per_round": few, "evaluate_clients": few} if few else {}
     with tempfile.TemporaryDirectory(prefix="upfl-trial-") as folder:
         started = time.perf_counter()
-        few = max(2, workers or api.cores())
-        small = config.model_copy(
-            update={
-                "rounds": TRIAL_ROUNDS,
-                "clients_per_round": few,
-                "evaluate_clients": few,
-                "evaluate_every": TRIAL_ROUNDS,
-            }
-        )
+        small = config.model_copy(update={"rounds": TRIAL_ROUNDS, "evaluate_every": TRIAL_ROUNDS, **scale})
         done = api.train(small, Path(folder) / "trial", workers=workers)
         around = time.perf_counter() - started - sum(float(line["round_s"]) for line in done.metrics)
         last = done.metrics[-1]
@@ -221,8 +226,8 @@ def _trial(job: Job, workers: int | None) -> float:
         clients = len(federation.training)
         held = federation.training.sizes() - federation.training.train_counts, federation.new.sizes()
         scored = sum(int(sizes[: config.evaluate_clients].sum()) for sizes in held)
-        tried = sum(int(sizes[:few].sum()) for sizes in held)
-        training: float = last["train_s"] * config.participants(clients) / min(few, clients)
+        tried = sum(int(sizes[: small.evaluate_clients].sum()) for sizes in held)
+        training: float = last["train_s"] * config.participants(clients) / small.participants(clients)
         scoring: float = last["evaluate_s"] * scored / tried
-        evaluations = -(-config.rounds // config.evaluate_every)
-        return around + config.rounds * training + (evaluations + len(job.newcomers)) * scoring
+        evaluations = -(-config.rounds // config.evaluate_every) + len(job.newcomers)
+        return around + config.rounds * training + evaluations * scoring, TRIAL_ROUNDS * training + scoring
