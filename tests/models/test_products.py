@@ -1,5 +1,8 @@
 """Products without the zeros of shut rectifiers: against double precision, in steps, and where they serve."""
 
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +11,12 @@ from torch import Tensor
 
 from tests.helpers.params import difference, distance, doubled
 from tests.helpers.rounds import trained
+from tests.runs import Interrupter, StopError, assert_same, outcome, ran, ran_by_workers
+from upfl.config import configure
 from upfl.contract import Batch, Phase, Task
+from upfl.engine.folder import RunFolder
 from upfl.engine.recorded import Recorded, as_written
+from upfl.engine.rounds import Engine
 from upfl.models import compiled, mlp, products
 from upfl.randomness import generator
 from upfl.state import State
@@ -178,3 +185,71 @@ def test_small_models_and_layers_without_a_rectifier_are_not_served(calls: list[
         bare = MODEL[:2].trace(MODEL.init(generator(1)), batches(1)[0].x)
         bare.backward(torch.ones_like(bare.output))["fc1.weight"]
     assert not any(calls)
+
+
+def test_batches_that_lie_otherwise_in_memory_are_recorded_anew_to_the_same_bits() -> None:
+    made = training("fedavg")
+    server, phase = made.init(generator(1)), Phase(made.step, 6, 64)
+    turned = [Batch(one.x.t().contiguous().t(), one.y) for one in batches(3)]
+    ours, written = (
+        steps(phase, made.carry(server), batches(3) + turned, 3)[0] for steps in (Recorded(worth=1), as_written)
+    )
+    assert all(torch.equal(ours[name], written[name]) for name in written)
+
+
+def test_threads_register_one_operation() -> None:
+    rows = compiled.loaded("rows")
+    rows._registered.cache_clear()
+    together, made = threading.Barrier(3), list[Any]()
+
+    def work() -> None:
+        together.wait()
+        made.append(rows.register())
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(made) == 3
+    assert made[0] is made[1] is made[2]
+
+
+@pytest.mark.parametrize("missing", compiled.NEEDED)
+def test_a_pytorch_without_a_part_of_the_interface_is_not_called(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"aoti_torch_{name}" for name in compiled.NEEDED if name != missing]
+    monkeypatch.setattr(compiled.ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(names)))
+    assert compiled.torch_library.__wrapped__() is None
+
+
+def test_a_library_that_does_not_load_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: str) -> None:
+        raise OSError(path)
+
+    monkeypatch.setattr(compiled.ctypes, "CDLL", fails)
+    assert compiled.torch_library.__wrapped__() is None
+
+
+def test_a_run_has_the_same_bits_with_two_workers_and_after_a_stop(
+    tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "WIDE", 1)  # digits have 64 inputs: the layer between the hidden ones is served
+    monkeypatch.setattr(compiled, "LEAST", 1)
+    settings = ("iterations=3", "batch_size=16")
+    config = configure(
+        "fedavg",
+        "digits",
+        profile="smoke",
+        settings=settings,
+        rounds=2,
+        model={"name": "mlp", "hidden": 200},
+        partition={"clients": 12},
+    )
+    alone = ran(config, tmp_path / "alone")
+    assert any(calls)
+    assert_same(ran_by_workers(config, tmp_path / "two", 2), alone)
+    folder = RunFolder.create(tmp_path / "stopped", config)
+    with pytest.raises(StopError):
+        Engine.local(folder).run(Interrupter("round", 1))
+    Engine.local(folder).run()
+    assert_same(outcome(folder), alone)

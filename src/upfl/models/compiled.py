@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -49,11 +49,18 @@ def installed() -> bool:
     return os.environ.get("UPFL_NUMBA") != "0" and importlib.util.find_spec("numba") is not None
 
 
+NEEDED = ("library_init_impl", "library_impl", "get_data_ptr", "get_size", "get_stride", "delete_tensor_object")
+
+
 @cache
 def torch_library() -> ctypes.CDLL | None:
-    """PyTorch's library, if it takes operations by the stable C interface."""
-    found = [ctypes.CDLL(str(one)) for one in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")]
-    return found[0] if found and hasattr(found[0], "aoti_torch_library_impl") else None
+    """PyTorch's library, if it takes operations by the stable C interface: all that `models/rows.py` calls is there."""
+    for one in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        with suppress(OSError):  # not a library that can be loaded
+            library = ctypes.CDLL(str(one))
+            if all(hasattr(library, f"aoti_torch_{name}") for name in NEEDED):
+                return library
+    return None
 
 
 def loaded(name: str) -> Any:

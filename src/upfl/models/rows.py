@@ -13,6 +13,7 @@ long as the loop saves (20 microseconds where its code has left the cache). Addr
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
@@ -133,9 +134,17 @@ def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta
         shrink = np.float32(1)
 
 
-@cache
+_once = threading.Lock()  # of two registrations, one would be forgotten with its code, which may be what is called
+
+
 def register() -> Any:
     """Compile the loop, and make it what `upfl::add_open_` does; what is returned stays as long as the process."""
+    with _once:
+        return _registered()
+
+
+@cache
+def _registered() -> Any:
     library = torch_library()
     assert library is not None
     for name, count in (("get_data_ptr", 2), ("get_size", 3), ("get_stride", 3), ("delete_tensor_object", 1)):
