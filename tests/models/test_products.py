@@ -1,5 +1,6 @@
 """Products without the zeros of shut rectifiers: against double precision, in steps, and where they serve."""
 
+import ctypes
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,7 +219,7 @@ def test_threads_register_one_operation() -> None:
 @pytest.mark.parametrize("missing", compiled.NEEDED)
 def test_a_pytorch_without_a_part_of_the_interface_is_not_called(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"aoti_torch_{name}" for name in compiled.NEEDED if name != missing]
-    monkeypatch.setattr(compiled.ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(names)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(names)))
     assert compiled.torch_library.__wrapped__() is None
 
 
@@ -226,7 +227,7 @@ def test_a_library_that_does_not_load_is_not_called(monkeypatch: pytest.MonkeyPa
     def fails(path: str) -> None:
         raise OSError(path)
 
-    monkeypatch.setattr(compiled.ctypes, "CDLL", fails)
+    monkeypatch.setattr(ctypes, "CDLL", fails)
     assert compiled.torch_library.__wrapped__() is None
 
 
