@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
 
 
 def numba() -> str | None:
-    """The version that training's convolutions are compiled with, if it is there (`models/compiled.py`)."""
+    """The version that training's loops are compiled with, if it is there (`models/compiled.py`)."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("numba") if compiled.installed() else None
     return None

@@ -58,7 +58,7 @@ def test_compiled_it_has_the_same_bits(clip: float) -> None:
         weights, biases = ([own[f"{layer}.{kind}"] for layer in found] for kind in ("weight", "bias"))
         factors = [one.a for one in found.values()], [one.b for one in found.values()]
         with torch.inference_mode():
-            run(weights, biases, *factors, torch.tensor(RATE, dtype=torch.float64), DECAY, clip)
+            run(weights, biases, *factors, [False] * len(found), torch.tensor(RATE, dtype=torch.float64), DECAY, clip)
         ends.append(own)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 

@@ -90,7 +90,6 @@ class Recorded:
 
     def _graph(self, step: Step, carry: State, batch: Batch, round: int) -> _Graph | None:
         """The recording for a batch and a carry like these, if there is one or it is time for it."""
-        # The layout of a batch's tensors is the engine's, that of a carry's the training's own.
         key = step, _shapes(batch), _layout(carry)
         graph = self._graphs.get(key)
         if graph is None:
@@ -109,9 +108,10 @@ class Recorded:
 
 def _checked_graph(step: Step, carry: State, batch: Batch, round: int) -> _Graph:
     """A step's recording, if its first replay has the bits of the step as it is written."""
-    graph = _Graph(step, carry, batch)
-    ours, (our_loss,) = graph(_copied(carry), [batch], round)
-    written, loss = step(_copied(carry), batch, round)
+    with compiled.used():
+        graph = _Graph(step, carry, batch)
+        ours, (our_loss,) = graph(_copied(carry), [batch], round)
+        written, loss = step(_copied(carry), batch, round)
     if ours.keys() != written.keys() or not _same(our_loss, loss):
         raise ValueError("the first replay differs from the step as written")
     for name, value in written.items():
@@ -200,8 +200,9 @@ def _tensors(batch: Batch) -> State:
     return {name: value for name, value in own.items() if value is not None} | batch.noise
 
 
-def _shapes(batch: Batch) -> tuple[torch.Size, ...]:
-    return tuple(value.shape for value in _tensors(batch).values())
+def _shapes(batch: Batch) -> tuple[tuple[torch.Size, tuple[int, ...]], ...]:
+    """Shapes and strides: a recording holds who was served by how its tensors lay in memory (`models/products.py`)."""
+    return tuple((value.shape, value.stride()) for value in _tensors(batch).values())
 
 
 def _layout(carry: State) -> tuple[tuple[int, ...], ...]:

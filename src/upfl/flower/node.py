@@ -78,9 +78,9 @@ def run(address: str, options: list[str]) -> int:
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
         if compiled.installed():  # once, not for each message
-            from upfl.models import winners
-
-            winners.warm()
+            compiled.loaded("winners").warm()
+            if compiled.torch_library():
+                compiled.loaded("rows").register()
         return _serve(address, secret, supernode, running)
 
 

@@ -1,23 +1,34 @@
-"""When local steps are taken by compiled loops (`models/winners.py`) in place of PyTorch's kernels.
+"""When local steps are taken by compiled loops (`models/winners.py`, `products.py`) in place of PyTorch's kernels.
 
-The loops are compiled by Numba (the extra `fast`) when a process first needs them, in about four seconds. So they serve
-local training, where steps are many (`used`), and not a newcomer's few. Without Numba, or where a layer is too small to
-gain, `models/layers.py` takes the dense kernels: the same derivatives, rounded differently.
+The loops are compiled by Numba (the extra `fast`) when a process first needs them, in two to four seconds. So they
+serve local training, where steps are many (`used`), and not a newcomer's few. Without Numba, or where a layer is too
+small to gain, `models/layers.py` takes the dense kernels: the same derivatives, rounded differently.
 """
 
+import ctypes
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# Who is served decides about bits: both numbers stay as they are.
+from upfl.errors import ConfigError
+
+# Who is served decides about bits: these numbers stay as they are.
 BLOCK = 16  # channels of the input that are gone through together
 SMALLEST = 12 * 12  # pixels of the input below which too little is to be gained
+LANES = 8  # numbers in a vector; where the processor's are shorter, LLVM takes several
+WIDEST, SLIMMEST = 14, 12  # vectors that are summed at once: with a factor, fourteen fit AVX2's sixteen registers
+LEAST = 2**20  # multiplications of a product, below which it is sooner done than called
+MOST = 2**18  # entries of a matrix, from which on it leaves the cache and dense kernels are faster
+WIDE = 2**17  # entries of the widest linear layer of a model, below which its rounds are too short to compile for
 
 _used: ContextVar[bool] = ContextVar("compiled", default=False)
 
@@ -38,6 +49,28 @@ def installed() -> bool:
     return os.environ.get("UPFL_NUMBA") != "0" and importlib.util.find_spec("numba") is not None
 
 
+NEEDED = ("library_init_impl", "library_impl", "get_data_ptr", "get_size", "get_stride", "delete_tensor_object")
+
+
+@cache
+def torch_library() -> ctypes.CDLL | None:
+    """PyTorch's library, if it takes operations by the stable C interface: all that `models/rows.py` calls is there."""
+    for one in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        with suppress(OSError):  # not a library that can be loaded
+            library = ctypes.CDLL(str(one))
+            if all(hasattr(library, f"aoti_torch_{name}") for name in NEEDED):
+                return library
+    return None
+
+
+def loaded(name: str) -> Any:
+    """A module of this package that needs Numba."""
+    try:
+        return importlib.import_module(f"upfl.models.{name}")
+    except ImportError as error:
+        raise ConfigError(f"Numba is installed and does not load ({error}); repair it, or set UPFL_NUMBA=0") from None
+
+
 def pays(channels: int, pixels: int) -> bool:
     """Whether a layer with inputs of this form is served."""
     return channels % BLOCK == 0 and pixels >= SMALLEST
@@ -45,13 +78,42 @@ def pays(channels: int, pixels: int) -> bool:
 
 def serves(x: Tensor, w: Tensor) -> bool:
     """Whether derivatives for these inputs and weights are taken here."""
+    return _used.get() and pays(w.shape[1], x.shape[-2] * x.shape[-1]) and _plain(x, w) and _possible()
+
+
+def fits(a: Tensor, b: Tensor, total: Tensor) -> bool:
+    """Whether a loop can add a b to total: by what they are, and by how they lie in memory."""
     return (
-        _used.get()
-        and pays(w.shape[1], x.shape[-2] * x.shape[-1])
-        and type(x) is type(w) is Tensor
-        and x.device.type == "cpu"
-        and x.dtype == w.dtype == torch.float32
-        and not torch.is_grad_enabled()  # the loops leave no graph behind
+        _plain(a, b, total)
+        and a.dim() == b.dim() == 2
+        and a.shape[1] == b.shape[0]
+        and total.shape == (a.shape[0], b.shape[1])
+        and b.is_contiguous()
+        and total.is_contiguous()
+        and a.stride() in ((a.shape[1], 1), (1, a.shape[0]))
+        and _divides(b.shape[1])
+    )
+
+
+def _divides(columns: int) -> bool:
+    """Whether columns are so many that they divide into parts of 12 to 14 vectors."""
+    vectors, left = divmod(int(columns), LANES)  # while a step is recorded, sizes are tensors
+    return not left and vectors // -(-vectors // WIDEST) >= SLIMMEST
+
+
+def multiplies(a: Tensor, b: Tensor, total: Tensor) -> bool:
+    """Whether a b is added to total by a loop, where a is zero for rectifiers that are shut."""
+    suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and total.numel() < MOST
+    return _used.get() and bool(suits) and _possible() and fits(a, b, total) and bool(torch_library())
+
+
+def _plain(*values: Tensor) -> bool:
+    return all(type(one) is Tensor and one.device.type == "cpu" and one.dtype == torch.float32 for one in values)
+
+
+def _possible() -> bool:
+    return (
+        not torch.is_grad_enabled()  # the loops leave no graph behind
         and torch._C._functorch.peek_interpreter_stack() is None  # and no transformation sees into them
         and installed()
     )

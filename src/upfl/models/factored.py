@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from upfl.state import State, add_product_, is_recording, is_vectorized
+from upfl.models import compiled
+from upfl.models.products import add_open_, multiplied
+from upfl.state import State, is_recording, is_vectorized
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,6 +31,7 @@ class Outer(NamedTuple):
     a: Tensor
     b: Tensor
     gram: Tensor | None = None  # b b^T + 1, where it is known
+    opens: bool = False  # whether a is zero where a rectifier is shut (`models/products.py`)
 
     def norm(self) -> Tensor:
         """The l2 norm of both together, the root of <(b b^T + 1) a, a>."""
@@ -36,14 +39,14 @@ class Outer(NamedTuple):
         return torch.mm(products, self.a).flatten().dot(self.a.flatten()).clamp(min=0).sqrt()
 
     def over(self, divisor: Tensor) -> Outer:
-        return Outer(self.a / divisor, self.b, self.gram)
+        return self._replace(a=self.a / divisor)
 
     def add_to_(self, weight: Tensor, bias: Tensor, factor: float, shrink: float) -> None:
         """weight, bias <- shrink * (weight, bias) + factor * gradient, in one pass over the weight."""
         step = 128 if weight.numel() >= LARGE else len(weight)  # rows that stay in the cache while they are scaled
         for start in range(0, len(weight), step):
             rows = slice(start, start + step)
-            add_product_(weight[rows], self.a[:, rows].t(), self.b, beta=shrink, alpha=factor)
+            add_open_(weight[rows], self.a[:, rows].t(), self.b, self.opens, beta=shrink, alpha=factor)
         bias.mul_(shrink).add_(self.a.sum(0), alpha=factor)
 
 
@@ -62,7 +65,8 @@ class Gradient(Mapping[str, Tensor]):
     @property
     def dense(self) -> State:
         for layer, one in self._waiting.items():
-            self._dense |= {f"{layer}.weight": torch.mm(one.a.t(), one.b), f"{layer}.bias": one.a.sum(0)}
+            weight = multiplied(one.a.t(), one.b, one.opens)
+            self._dense |= {f"{layer}.weight": weight, f"{layer}.bias": one.a.sum(0)}
         self._waiting.clear()
         return self._dense
 
@@ -83,9 +87,9 @@ class Gradient(Mapping[str, Tensor]):
             if (more := factors(direction, layer)) is None:
                 plus = direction[f"{layer}.weight"], direction[f"{layer}.bias"], factor
             elif more.b is own.b:
-                terms = [Outer(torch.add(own.a, more.a, alpha=factor), own.b, own.gram)]
+                terms = [own._replace(a=torch.add(own.a, more.a, alpha=factor))]
             else:
-                terms = [own, Outer(more.a * factor, more.b)]
+                terms = [own, more._replace(a=more.a * factor)]
         if len(terms) == 1 and further is None and plus is None:
             (self.outer if keep or self._factored else self._waiting)[layer] = terms[0]
             return
@@ -93,13 +97,13 @@ class Gradient(Mapping[str, Tensor]):
         pairs = [(term.a, term.b) for term in terms] + ([further] if further else [])
         if plus is not None:
             bias.add_(plus[1], alpha=plus[2])
-        self.dense[f"{layer}.weight"] = _multiplied(pairs, plus)
+        self.dense[f"{layer}.weight"] = _multiplied(pairs, plus, own.opens)
         self.dense[f"{layer}.bias"] = bias
 
     def times(self, factor: float) -> Gradient:
         result = Gradient()
         result._dense = {name: value * factor for name, value in self.dense.items()}
-        result.outer = {layer: Outer(outer.a * factor, outer.b, outer.gram) for layer, outer in self.outer.items()}
+        result.outer = {layer: outer._replace(a=outer.a * factor) for layer, outer in self.outer.items()}
         return result
 
     def __getitem__(self, name: str) -> Tensor:
@@ -107,7 +111,7 @@ class Gradient(Mapping[str, Tensor]):
             return self.dense[name]
         layer, _, kind = name.rpartition(".")
         outer = self.outer[layer]
-        return outer.a.sum(0) if kind == "bias" else torch.mm(outer.a.t(), outer.b)
+        return outer.a.sum(0) if kind == "bias" else multiplied(outer.a.t(), outer.b, outer.opens)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.dense
@@ -166,7 +170,13 @@ def descend_(params: State, gradient: Mapping[str, Outer], rate: float, weight_d
     lr = rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
     weights, biases = ([params[f"{layer}.{kind}"] for layer in gradient] for kind in ("weight", "bias"))
     a, b = [one.a for one in gradient.values()], [one.b for one in gradient.values()]
-    run(weights, biases, a, b, lr, weight_decay, clip)
+    opens = [
+        one.opens and compiled.multiplies(one.a.t(), one.b, weight)
+        for weight, one in zip(weights, gradient.values(), strict=True)
+    ]
+    if any(opens):
+        compiled.loaded("rows").register()
+    run(weights, biases, a, b, opens, lr, weight_decay, clip)
 
 
 def _descended(
@@ -174,6 +184,7 @@ def _descended(
     biases: list[Tensor],
     a: list[Tensor],
     b: list[Tensor],
+    opens: list[bool],
     rate: Tensor,
     weight_decay: float,
     clip: float,
@@ -181,8 +192,12 @@ def _descended(
     """The same over lists, written so that TorchScript compiles it, too."""
     shrink = 1 - float(rate) * weight_decay
     factor = -float(rate) / _divisor(a, b, clip)
-    for weight, bias, ours, others in zip(weights, biases, a, b):  # noqa: B905 - which TorchScript does not know
-        weight.addmm_(ours.t(), others, beta=shrink, alpha=factor)
+    for weight, bias, ours, others, opened in zip(weights, biases, a, b, opens):  # noqa: B905 - unknown to TorchScript
+        if opened:
+            beta, alpha = torch.tensor(shrink, dtype=torch.float32), torch.tensor(factor, dtype=torch.float32)
+            torch.ops.upfl.add_open_(weight, ours.t(), others, beta, alpha)
+        else:
+            weight.addmm_(ours.t(), others, beta=shrink, alpha=factor)
         bias.mul_(shrink).add_(ours.sum(0), alpha=factor)
     return rate
 
@@ -215,17 +230,19 @@ def _compiled() -> Any:
         return torch.jit.script(_descended)
 
 
-def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], plus: tuple[Tensor, Tensor, float] | None) -> Tensor:
+def _multiplied(
+    pairs: Sequence[tuple[Tensor, Tensor]], plus: tuple[Tensor, Tensor, float] | None, opens: bool
+) -> Tensor:
     """The sum of a^T b over the pairs, plus a multiple of the matrix that is given, in its place."""
     if len(pairs) > 2:  # one product over more rows passes over the matrix once
         pairs = [(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))]
     a, b = pairs[0]
     if plus is None:
-        total = torch.mm(a.t(), b)
+        total = multiplied(a.t(), b, opens)
     elif is_vectorized(plus[0]):
         total = torch.addmm(plus[0], a.t(), b, beta=plus[2])
     else:
-        total = plus[0].addmm_(a.t(), b, beta=plus[2])
+        total = add_open_(plus[0], a.t(), b, opens, beta=plus[2])
     for a, b in pairs[1:]:
-        add_product_(total, a.t(), b)
+        add_open_(total, a.t(), b, opens)
     return total

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upfl.errors import ConfigError
 from upfl.models import compiled
 from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors, gram
+from upfl.models.products import add_open_, added, multiplied
 from upfl.state import State, add_product_, is_vectorized
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -70,12 +70,13 @@ class Linear:
         return {f"{self.name}.weight": (self.outputs, self.inputs), f"{self.name}.bias": (self.outputs,)}
 
     def forward(self, params: State, x: Tensor) -> Pass:
-        return _LinearPass(self.name, params[f"{self.name}.weight"], params[f"{self.name}.bias"], x)
+        return LinearPass(self.name, params[f"{self.name}.weight"], params[f"{self.name}.bias"], x)
 
 
-class _LinearPass:
-    def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor) -> None:
+class LinearPass:
+    def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor, opens: bool = False) -> None:
         self.layer, self.w, self.bias, self.x = layer, w, bias, x
+        self.opens = opens  # whether its outputs' gradients are zero in many places, which are worth to be passed over
         self.y = F.linear(x, w, bias)
         samples, (outputs, inputs) = x.shape[0], w.shape
         self.thin = 2 * samples * (outputs + inputs) < outputs * inputs  # where factors pay, by measurement
@@ -85,16 +86,17 @@ class _LinearPass:
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         self.gy = gy
         if to is not None:
-            to.product(self.layer, self.thin, Outer(gy, self.x))
-        return torch.mm(gy, self.w) if inputs else None
+            to.product(self.layer, self.thin, Outer(gy, self.x, opens=self.opens))
+        return multiplied(gy, self.w, self.opens) if inputs else None
 
     def moved(self, x: Tensor, params: State, outer: Mapping[str, Outer], scale: float, shrink: float) -> PlainPass:
         if (by := outer.get(self.layer)) is None:
-            return _LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x)
+            return LinearPass(self.layer, params[f"{self.layer}.weight"], params[f"{self.layer}.bias"], x, self.opens)
         if self.thin:
             return _ThinlyMovedPass(self, x, by, scale, shrink)
-        weight = torch.addmm(self.w, by.a.t(), by.b, beta=shrink, alpha=scale)
-        return _LinearPass(self.layer, weight, torch.mul(self.bias, shrink).add_(by.a.sum(0), alpha=scale), x)
+        weight = added(self.w, by.a.t(), by.b, self.opens, beta=shrink, alpha=scale)
+        bias = torch.mul(self.bias, shrink).add_(by.a.sum(0), alpha=scale)
+        return LinearPass(self.layer, weight, bias, x, self.opens)
 
     def tangent(self, v: Direction | None, scale: float, dx: Tensor | None) -> Tensor:
         self.v, self.scale, self.dx = v, scale, dx
@@ -115,16 +117,16 @@ class _LinearPass:
         if to is not None:
             further = None if self.dx is None else (self.gy, self.dx)
             products = self._input_gram[1] if self._input_gram and self._input_gram[0] is self.x else None
-            to.product(self.layer, self.thin, Outer(dgy, self.x, products), further)
+            to.product(self.layer, self.thin, Outer(dgy, self.x, products, self.opens), further)
         return dgx
 
     def _input_tangent(self, dgy: Tensor) -> Tensor:
-        dgx = torch.mm(dgy, self.w)
+        dgx = multiplied(dgy, self.w, self.opens)
         if self.v is None:
             return dgx
         if (outer := factors(self.v, self.layer)) is not None:
             return add_product_(dgx, self.output_gram(outer.a), outer.b, alpha=self.scale)
-        return add_product_(dgx, self.gy, self.v[f"{self.layer}.weight"], alpha=self.scale)
+        return add_open_(dgx, self.gy, self.v[f"{self.layer}.weight"], self.opens, alpha=self.scale)
 
     def input_gram(self, x: Tensor) -> Tensor:
         """This pass's inputs times others, self.x x^T + 1; asked for twice in a row it is computed once."""
@@ -142,7 +144,7 @@ class _LinearPass:
 class _ThinlyMovedPass:
     """A linear layer whose weight was moved along a^T b: products with the old weight, corrected by thin ones."""
 
-    def __init__(self, origin: _LinearPass, x: Tensor, by: Outer, scale: float, shrink: float) -> None:
+    def __init__(self, origin: LinearPass, x: Tensor, by: Outer, scale: float, shrink: float) -> None:
         self.origin, self.x, self.by, self.scale, self.shrink = origin, x, by, scale, shrink
         before = origin.y if x is origin.x else F.linear(x, origin.w, origin.bias)
         self.y = torch.addmm(before, origin.input_gram(x).t(), by.a, beta=shrink, alpha=scale)
@@ -150,10 +152,10 @@ class _ThinlyMovedPass:
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
         if to is not None:
             products = self.origin.input_gram(self.x) if self.x is self.origin.x else None
-            to.product(self.origin.layer, True, Outer(gy, self.x, products))
+            to.product(self.origin.layer, True, Outer(gy, self.x, products, self.origin.opens))
         if not inputs:
             return None
-        gx = torch.mm(gy, self.origin.w)
+        gx = multiplied(gy, self.origin.w, self.origin.opens)
         return add_product_(gx, self.origin.output_gram(gy).t(), self.by.b, beta=self.shrink, alpha=self.scale)
 
 
@@ -218,7 +220,7 @@ class ConvPass:
     def _change(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of x by w at the winners, with channels last; where no rectifier is open it may be zero."""
         if self.rectified and compiled.serves(x, w):
-            dy: Tensor = _winners().change(self.y, self.winners, x, w)
+            dy: Tensor = compiled.loaded("winners").change(self.y, self.winners, x, w)
             return dy if bias is None else dy.add_(bias.view(1, -1, 1, 1))
         samples, channels, height, width = self.winners.shape
         chosen = _rows(F.conv2d(x, w, bias, padding=2)).gather(1, _rows(self.winners))
@@ -232,20 +234,12 @@ class ConvPass:
 
     def _gradients(self, g: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool) -> tuple[Any, Any]:
         if self.at_winners:
-            dx, dw = _winners().gradients(g, self.winners, x, w, inputs, weight)
+            dx, dw = compiled.loaded("winners").gradients(g, self.winners, x, w, inputs, weight)
         else:
             dx, dw, _ = _convolution_backward(
                 g, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
             )
         return dx, dw
-
-
-def _winners() -> Any:
-    try:
-        from upfl.models import winners
-    except ImportError as error:
-        raise ConfigError(f"Numba is installed and does not load ({error}); repair it, or set UPFL_NUMBA=0") from None
-    return winners
 
 
 def _rows(image: Tensor) -> Tensor:

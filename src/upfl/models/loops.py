@@ -22,10 +22,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from upfl.models.compiled import BLOCK
+from upfl.models.compiled import BLOCK, LANES
 
 ROW = 5 * BLOCK
-LANES = 8  # numbers in a vector; where the processor's are shorter, LLVM takes several
 PIECES = ROW // LANES
 FRAME = 2
 AT_ONCE = 8  # patches of `add_dots`
@@ -38,58 +37,77 @@ def compiled(function: F) -> F:
     return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
 
 
-def inline(function: F) -> Callable[..., None]:
-    return cast(Callable[..., None], intrinsic(function))
+def inline(function: F) -> Callable[..., Any]:
+    return cast(Callable[..., Any], intrinsic(function))
 
 
-_FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+FLOAT, _I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR = ir.VectorType(FLOAT, LANES)
 _FUSED = ("contract",)
 
 
-def _number(value: int) -> Any:
-    return ir.Constant(_I64, value)
+def number(value: int) -> Any:
+    return ir.Constant(I64, value)
 
 
 def _pick(*places: int) -> Any:
     return ir.Constant(ir.VectorType(_I32, len(places)), list(places))
 
 
-def _vector(build: Any, start: Any, piece: int) -> Any:
+def vector(build: Any, start: Any, piece: int) -> Any:
     """The pointer to a piece of a row."""
-    return build.inttoptr(build.add(start, _number(4 * LANES * piece)), _VECTOR.as_pointer())
+    return build.inttoptr(build.add(start, number(4 * LANES * piece)), VECTOR.as_pointer())
 
 
-def _load(build: Any, start: Any, piece: int = 0) -> Any:
-    return build.load(_vector(build, start, piece), align=4)
+def load(build: Any, start: Any, piece: int = 0) -> Any:
+    return build.load(vector(build, start, piece), align=4)
 
 
-def _element(build: Any, start: Any, kind: Any, i: Any) -> Any:
+def element(build: Any, start: Any, kind: Any, i: Any) -> Any:
     return build.load(build.gep(build.inttoptr(start, kind.as_pointer()), [i]))
 
 
 def _place(build: Any, start: Any, places: Any, i: Any) -> Any:
-    return build.add(start, build.zext(_element(build, places, _I32, i), _I64))
+    return build.add(start, build.zext(element(build, places, _I32, i), I64))
 
 
-def _fused(build: Any, a: Any, b: Any, c: Any) -> Any:
+def fused(build: Any, a: Any, b: Any, c: Any) -> Any:
     return build.fadd(build.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+
+def spread(build: Any, one: Any) -> Any:
+    """A number in all places of a vector."""
+    empty = ir.Constant(VECTOR, ir.Undefined)
+    alone = build.insert_element(empty, one, ir.Constant(_I32, 0))
+    return build.shuffle_vector(alone, empty, _pick(*[0] * LANES))
+
+
+def until_zero(
+    build: Any,
+    first: Any,
+    less: Callable[[Any], Any],
+    start: Sequence[Any],
+    once: Callable[[Any, list[Any]], list[Any]],
+) -> list[Any]:
+    """Vectors after `once(left, vectors)` for left = first, less(first), ..., at least once."""
+    before, body, after = build.block, build.append_basic_block(), build.append_basic_block()
+    build.branch(body)
+    build.position_at_end(body)
+    left, now = build.phi(I64), [build.phi(VECTOR) for _ in start]
+    result = once(left, now)
+    following = less(left)
+    for phi, one, then in zip([left, *now], [first, *start], [following, *result], strict=True):
+        phi.add_incoming(one, before)
+        phi.add_incoming(then, body)
+    build.cbranch(build.icmp_unsigned("!=", following, number(0)), body, after)
+    build.position_at_end(after)
+    return result
 
 
 def _repeat(build: Any, times: Any, start: Sequence[Any], once: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Vectors after `once(i, vectors)` for i = 0, 1, ..., at least once."""
-    before, body, after = build.block, build.append_basic_block(), build.append_basic_block()
-    build.branch(body)
-    build.position_at_end(body)
-    i, now = build.phi(_I64), [build.phi(_VECTOR) for _ in start]
-    result = once(i, now)
-    following = build.add(i, _number(1))
-    for phi, first, then in zip([i, *now], [_number(0), *start], [following, *result], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(then, body)
-    build.cbranch(build.icmp_unsigned("<", following, times), body, after)
-    build.position_at_end(after)
-    return result
+    less = lambda left: build.sub(left, number(1))  # noqa: E731
+    return until_zero(build, times, less, start, lambda left, now: once(build.sub(times, left), now))
 
 
 @inline
@@ -100,15 +118,12 @@ def add_rows(context: Any, to: Any, rows: Any, places: Any, factors: Any, count:
         to, rows, places, factors, count = arguments
 
         def once(i: Any, sums: list[Any]) -> list[Any]:
-            row, factor = _place(build, rows, places, i), _element(build, factors, _FLOAT, i)
-            empty = ir.Constant(_VECTOR, ir.Undefined)
-            alone = build.insert_element(empty, factor, ir.Constant(_I32, 0))
-            everywhere = build.shuffle_vector(alone, empty, _pick(*[0] * LANES))
-            return [_fused(build, everywhere, _load(build, row, v), one) for v, one in enumerate(sums)]
+            row, factor = _place(build, rows, places, i), spread(build, element(build, factors, FLOAT, i))
+            return [fused(build, factor, load(build, row, v), one) for v, one in enumerate(sums)]
 
-        sums = _repeat(build, count, [_load(build, to, v) for v in range(PIECES)], once)
+        sums = _repeat(build, count, [load(build, to, v) for v in range(PIECES)], once)
         for v, one in enumerate(sums):
-            build.store(one, _vector(build, to, v), align=4)
+            build.store(one, vector(build, to, v), align=4)
         return target.get_dummy_value()
 
     return types.void(*[types.uintp] * 5), code
@@ -120,14 +135,14 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
 
     def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         to, weights, frame, down, places = arguments
-        patches = [_place(build, frame, places, _number(k)) for k in range(AT_ONCE)]
+        patches = [_place(build, frame, places, number(k)) for k in range(AT_ONCE)]
 
         def once(r: Any, sums: list[Any]) -> list[Any]:
-            row, offset = build.add(weights, build.mul(r, _number(4 * ROW))), build.mul(r, down)
+            row, offset = build.add(weights, build.mul(r, number(4 * ROW))), build.mul(r, down)
             rows = [build.add(patch, offset) for patch in patches]
             for v in range(PIECES):
-                weight = _load(build, row, v)
-                sums = [_fused(build, weight, _load(build, at, v), one) for at, one in zip(rows, sums, strict=True)]
+                weight = load(build, row, v)
+                sums = [fused(build, weight, load(build, at, v), one) for at, one in zip(rows, sums, strict=True)]
             return sums
 
         def paired(vectors: list[Any], some: Any, others: Any) -> list[Any]:
@@ -137,11 +152,11 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
                 for a, b in zip(vectors[::2], vectors[1::2], strict=True)
             ]
 
-        sums = _repeat(build, _number(5), [ir.Constant(_VECTOR, [0.0] * LANES)] * AT_ONCE, once)
+        sums = _repeat(build, number(5), [ir.Constant(VECTOR, [0.0] * LANES)] * AT_ONCE, once)
         sums = paired(sums, _pick(0, 8, 2, 10, 4, 12, 6, 14), _pick(1, 9, 3, 11, 5, 13, 7, 15))
         sums = paired(sums, _pick(0, 1, 8, 9, 4, 5, 12, 13), _pick(2, 3, 10, 11, 6, 7, 14, 15))
         (eight,) = paired(sums, _pick(0, 1, 2, 3, 8, 9, 10, 11), _pick(4, 5, 6, 7, 12, 13, 14, 15))
-        build.store(build.fadd(_load(build, to), eight), _vector(build, to, 0), align=4)
+        build.store(build.fadd(load(build, to), eight), vector(build, to, 0), align=4)
         return target.get_dummy_value()
 
     return types.void(*[types.uintp] * 5), code

@@ -11,8 +11,9 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from upfl.models import compiled
 from upfl.models.factored import Direction, Gradient, Outer, ScaledDirection
-from upfl.models.layers import ConvPass, Layer, Pass, PlainPass, Relu
+from upfl.models.layers import ConvPass, Layer, Linear, LinearPass, Pass, PlainPass, Relu
 from upfl.state import State, combined
 
 
@@ -21,10 +22,13 @@ class LayeredTrace:
 
     def __init__(self, layers: Sequence[Layer], params: State, x: Tensor) -> None:
         self.params, self.input, self.passes = params, x, list[Pass]()
+        wide = any(type(layer) is Linear and layer.inputs * layer.outputs >= compiled.WIDE for layer in layers)
         for layer, following in zip_longest(layers, layers[1:]):
             self.passes.append(one := layer.forward(params, x))
             if isinstance(one, ConvPass):
                 one.rectified = type(following) is Relu
+            elif isinstance(one, LinearPass):
+                one.opens = wide and type(following) is Relu
             x = one.y
         self.output = x
         self.input_gradient: Tensor  # set by a walk back with `inputs`

@@ -1,0 +1,47 @@
+"""Matrix products whose first factor is zero wherever a rectifier is shut.
+
+A rectifier that is shut passes no gradient back: about half of the gradient a of a linear layer's outputs is zero, in
+no pattern, and a dense kernel multiplies by it all the same. Here only what is open is gone through, so that what
+others would be multiplied by does not count, finite or not:
+
+    total[r] <- beta * total[r] + alpha * sum_k a[r, k] * b[k]       over the k where a[r, k] is not zero
+
+That is the gradient of the weights, a^T x, added to them on the way, and the gradient of the inputs, a W. The loop is
+in `models/rows.py`; `models/compiled.py` says when it serves. It is an operation of PyTorch's, `upfl::add_open_`, so
+that a step that is recorded has it, too (`engine/recorded.py`). It looks at memory as it is told, and cannot refuse:
+whoever calls it has asked `compiled.multiplies` first.
+"""
+
+import torch
+from torch import Tensor
+
+from upfl.models import compiled
+from upfl.state import add_product_
+
+_library = torch.library.Library("upfl", "DEF")  # type: ignore[no-untyped-call]
+# Factors are tensors: rates are while a step is recorded, and a number would be the same in every replay.
+_SCHEMA = "add_open_(Tensor(a!) total, Tensor a, Tensor b, Tensor beta, Tensor alpha) -> Tensor(a!)"
+_library.define(_SCHEMA)  # type: ignore[no-untyped-call]
+
+
+def add_open_(total: Tensor, a: Tensor, b: Tensor, opens: bool, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """total <- beta * total + alpha * a b, where a is zero for rectifiers that are shut, if it `opens`."""
+    if opens and compiled.multiplies(a, b, total):
+        compiled.loaded("rows").register()
+        factors = (torch.as_tensor(one, dtype=torch.float32) for one in (beta, alpha))
+        return torch.ops.upfl.add_open_(total, a, b, *factors)  # type: ignore[no-any-return]
+    return add_product_(total, a, b, beta=beta, alpha=alpha)
+
+
+def added(total: Tensor, a: Tensor, b: Tensor, opens: bool, beta: float, alpha: float) -> Tensor:
+    """The same, where total stays as it is."""
+    if opens and compiled.multiplies(a, b, total):
+        return add_open_(total.clone(), a, b, opens, beta, alpha)
+    return torch.addmm(total, a, b, beta=beta, alpha=alpha)
+
+
+def multiplied(a: Tensor, b: Tensor, opens: bool) -> Tensor:
+    """a b, likewise."""
+    if opens and compiled.multiplies(a, b, total := a.new_zeros(a.shape[0], b.shape[1])):
+        return add_open_(total, a, b, opens)
+    return torch.mm(a, b)

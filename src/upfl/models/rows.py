@@ -1,0 +1,175 @@
+"""The loop of `models/products.py`, compiled by Numba into an operation of PyTorch's.
+
+    total[r] <- beta * total[r] + alpha * sum_k a[r, k] * b[k]       over the k where a[r, k] is not zero
+
+Up to 64 rows of b are gone through together, in pieces of up to 112 columns, which fit the first cache. Which of these
+k are open is a bit for each in a word. A piece of a row of total is summed in registers (`add_open`), whatever the
+processor in the same order, and added in the end; where fused multiply-add is missing, it is rounded twice.
+
+PyTorch calls the loop by its stable C interface, without Python: between the products of a step, Python would take as
+long as the loop saves (20 microseconds where its code has left the cache). Addresses and handles are numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from upfl.models.compiled import LANES, SLIMMEST, WIDEST, torch_library
+from upfl.models.loops import (
+    FLOAT,
+    VECTOR,
+    address,
+    compiled,
+    element,
+    fused,
+    inline,
+    load,
+    number,
+    spread,
+    until_zero,
+    vector,
+)
+
+DEEP = 64
+_carray, _pointer = cast(Any, numba).carray, cast(Any, types).CPointer  # without types of their own
+
+
+@inline
+def add_open(
+    context: Any, to: Any, rows: Any, down: Any, factors: Any, on: Any, bits: Any, pieces: Any, beta: Any, alpha: Any
+) -> Any:
+    """to <- beta * to + alpha * sum_i (the factor i) * (the row i), over the bits i that are set, one at least.
+
+    Rows are `down` bytes apart, factors `on` bytes; `pieces` is how many vectors a row has here.
+    """
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        to, rows, down, factors, on, bits, pieces, beta, alpha = arguments
+        beta, alpha = spread(build, beta), spread(build, alpha)
+
+        def once(left: Any, sums: list[Any]) -> list[Any]:
+            i = build.cttz(left, ir.Constant(ir.IntType(1), 1))
+            row, at = build.add(rows, build.mul(i, down)), build.add(factors, build.mul(i, on))
+            factor = spread(build, element(build, at, FLOAT, number(0)))
+            return [fused(build, factor, load(build, row, v), one) for v, one in enumerate(sums)]
+
+        def less(left: Any) -> Any:
+            return build.and_(left, build.sub(left, number(1)))
+
+        end = build.append_basic_block()
+        choice = build.switch(pieces, end)
+        for count in range(SLIMMEST, WIDEST + 1):  # the number of registers is the program's, not a variable
+            build.position_at_end(case := build.append_basic_block())
+            choice.add_case(number(count), case)
+            sums = until_zero(build, bits, less, [ir.Constant(VECTOR, [0.0] * LANES)] * count, once)
+            for v, one in enumerate(sums):
+                before = build.fmul(beta, load(build, to, v))
+                build.store(fused(build, alpha, one, before), vector(build, to, v), align=4)
+            build.branch(end)
+        build.position_at_end(end)
+        return target.get_dummy_value()
+
+    return types.void(*[types.uintp] * 7, types.float32, types.float32), code
+
+
+@inline
+def _floats(context: Any, at: Any) -> Any:
+    """A pointer to the numbers at an address."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        return build.inttoptr(arguments[0], FLOAT.as_pointer())
+
+    return _pointer(types.float32)(types.uintp), code
+
+
+@compiled
+def _opened(a: Any, down: int, across: int, first: int, last: int, bits: Any) -> None:
+    """Which of the columns from `first` on of each row of a are not zero, a bit for each."""
+    none = np.uint64(0)
+    for r in range(len(bits)):
+        bits[r] = none
+    if across == 1:
+        for r in range(len(bits)):
+            for i in range(last - first):
+                bits[r] |= np.uint64(a[r * down + first + i] != 0) << np.uint64(i)
+    else:
+        for i in range(last - first):
+            bit = np.uint64(1) << np.uint64(i)
+            for r in range(len(bits)):
+                bits[r] |= bit if a[r + (first + i) * across] != 0 else none
+
+
+@compiled
+def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta: float, alpha: float) -> None:
+    """total <- beta * total + alpha * a b, of addresses; a has strides, of which one is 1."""
+    rows, depth, breadth = shape
+    vectors, line = breadth // LANES, address(4 * breadth)
+    parts, layers = -(-vectors // WIDEST), -(-depth // DEEP)
+    bits, shrink, factor = np.empty(rows, np.uint64), np.float32(beta), np.float32(alpha)
+    values, totals = _carray(_floats(a), (rows * depth,)), _carray(_floats(total), (rows, breadth))
+    for layer in range(layers):
+        top, bottom = depth * layer // layers, depth * (layer + 1) // layers
+        _opened(values, down, across, top, bottom, bits)
+        for part in range(parts):
+            left, right = vectors * part // parts, vectors * (part + 1) // parts
+            offset, pieces = address(4 * LANES * left), address(right - left)
+            source, to = b + address(top) * line + offset, total + offset
+            for r in range(rows):
+                if bits[r]:
+                    factors = a + address(4 * (r * down + top * across))
+                    add_open(to, source, line, factors, address(4 * across), bits[r], pieces, shrink, factor)
+                else:
+                    for c in range(LANES * left, LANES * right):
+                        totals[r, c] *= shrink
+                to += line
+        shrink = np.float32(1)
+
+
+_once = threading.Lock()  # of two registrations, one would be forgotten with its code, which may be what is called
+
+
+def register() -> Any:
+    """Compile the loop, and make it what `upfl::add_open_` does; what is returned stays as long as the process."""
+    with _once:
+        return _registered()
+
+
+@cache
+def _registered() -> Any:
+    library = torch_library()
+    assert library is not None
+    for name, count in (("get_data_ptr", 2), ("get_size", 3), ("get_stride", 3), ("delete_tensor_object", 1)):
+        function = library[name := f"aoti_torch_{name}"]
+        function.argtypes, function.restype = [ctypes.c_uint64] * count, ctypes.c_int32
+        setattr(library, name, function)
+    data, size, stride = library.aoti_torch_get_data_ptr, library.aoti_torch_get_size, library.aoti_torch_get_stride
+    done = library.aoti_torch_delete_tensor_object
+
+    @numba.cfunc(types.void(_pointer(types.uint64), types.uint64, types.uint64))
+    def add_open_(stack: Any, given: int, returned: int) -> None:
+        """The stack holds total, a, b, beta and alpha, which are ours; total is what is returned."""
+        at, told = np.empty(5, np.uint64), np.empty(5, np.int64)
+        for i in range(5):
+            data(stack[i], at[i:].ctypes.data)
+        for d in range(2):
+            size(stack[1], d, told[d:].ctypes.data)
+            stride(stack[1], d, told[2 + d :].ctypes.data)
+        size(stack[2], 1, told[4:].ctypes.data)
+        beta, alpha = _carray(_floats(at[3]), (1,))[0], _carray(_floats(at[4]), (1,))[0]
+        product(at[0], at[1], told[2], told[3], at[2], (told[0], told[1], told[4]), beta, alpha)
+        for i in range(1, 5):
+            done(stack[i])
+
+    made = ctypes.c_void_p()
+    library.aoti_torch_library_init_impl(b"upfl", b"CPU", __file__.encode(), 0, ctypes.byref(made))
+    library.aoti_torch_library_impl(made, b"add_open_", ctypes.c_void_p(add_open_.address))
+    return add_open_
