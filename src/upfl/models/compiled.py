@@ -81,15 +81,14 @@ def serves(x: Tensor, w: Tensor) -> bool:
     return _used.get() and pays(w.shape[1], x.shape[-2] * x.shape[-1]) and _plain(x, w) and _possible()
 
 
-def fits(a: Tensor, b: Tensor, total: Tensor) -> bool:
-    """Whether a loop can add a b to total: by what they are, and by how they lie in memory."""
+def fits(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
+    """Whether a loop can add a b to total, or to fresh zeros: by what they are, and by how they lie in memory."""
     return (
-        _plain(a, b, total)
+        _plain(a, b)
         and a.dim() == b.dim() == 2
         and a.shape[1] == b.shape[0]
-        and total.shape == (a.shape[0], b.shape[1])
         and b.is_contiguous()
-        and total.is_contiguous()
+        and (total is None or (_plain(total) and total.is_contiguous() and total.shape == (a.shape[0], b.shape[1])))
         and a.stride() in ((a.shape[1], 1), (1, a.shape[0]))
         and _divides(b.shape[1])
     )
@@ -101,9 +100,9 @@ def _divides(columns: int) -> bool:
     return not left and vectors // -(-vectors // WIDEST) >= SLIMMEST
 
 
-def multiplies(a: Tensor, b: Tensor, total: Tensor) -> bool:
-    """Whether a b is added to total by a loop, where a is zero for rectifiers that are shut."""
-    suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and total.numel() < MOST
+def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
+    """Whether a b is added to total, or to fresh zeros, by a loop, where a is zero for rectifiers that are shut."""
+    suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and a.shape[0] * b.shape[-1] < MOST
     return _used.get() and bool(suits) and _possible() and fits(a, b, total) and bool(torch_library())
 
 
