@@ -51,7 +51,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/rows.py", "        shrink = np.float32(1)\n", ""),
     ("models/rows.py", "totals[r, c] *= shrink", "pass"),
     ("models/products.py", "add_open_(total.clone(), a", "add_open_(total, a"),
-    ("models/compiled.py", "        and total.is_contiguous()\n", ""),
+    ("models/compiled.py", "_plain(total) and total.is_contiguous() and", "_plain(total) and"),
     ("engine/fold.py", "scaled.round_()", "scaled.trunc_()"),
     ("engine/fold.py", "2.0 ** (62 - bits) / max(clients, 1)", "2.0 ** (63 - bits)"),
     ("engine/clients.py", "self.round * phase.iterations + t", "phase.iterations + t"),

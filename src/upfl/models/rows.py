@@ -147,12 +147,10 @@ def register() -> Any:
 def _registered() -> Any:
     library = torch_library()
     assert library is not None
-    for name, count in (("get_data_ptr", 2), ("get_size", 3), ("get_stride", 3), ("delete_tensor_object", 1)):
-        function = library[name := f"aoti_torch_{name}"]
+    counts = {"get_data_ptr": 2, "get_size": 3, "get_stride": 3, "delete_tensor_object": 1}
+    data, size, stride, done = (library[f"aoti_torch_{name}"] for name in counts)
+    for function, count in zip((data, size, stride, done), counts.values(), strict=True):
         function.argtypes, function.restype = [ctypes.c_uint64] * count, ctypes.c_int32
-        setattr(library, name, function)
-    data, size, stride = library.aoti_torch_get_data_ptr, library.aoti_torch_get_size, library.aoti_torch_get_stride
-    done = library.aoti_torch_delete_tensor_object
 
     @numba.cfunc(types.void(_pointer(types.uint64), types.uint64, types.uint64))
     def add_open_(stack: Any, given: int, returned: int) -> None:
@@ -170,6 +168,8 @@ def _registered() -> Any:
             done(stack[i])
 
     made = ctypes.c_void_p()
-    library.aoti_torch_library_init_impl(b"upfl", b"CPU", __file__.encode(), 0, ctypes.byref(made))
-    library.aoti_torch_library_impl(made, b"add_open_", ctypes.c_void_p(add_open_.address))
+    if library.aoti_torch_library_init_impl(b"upfl", b"CPU", __file__.encode(), 0, ctypes.byref(made)) or (
+        library.aoti_torch_library_impl(made, b"add_open_", ctypes.c_void_p(add_open_.address))
+    ):
+        raise RuntimeError("PyTorch refuses upfl::add_open_ by its C interface; set UPFL_NUMBA=0 to do without it")
     return add_open_
