@@ -51,6 +51,7 @@ ROWS = [
     Method("atp", "ATP", "fedavg", "atp", "FedAvg, then an entropy step at learned rates"),
     Method("lame", "LAME", "fedavg", "lame", "FedAvg, then predictions that agree with their neighbours'"),
     Method("bbse", "BBSE", "fedavg", "bbse", "FedAvg, then the class mix by the confusion matrix"),
+    Method("auto", "Auto", "fedavg", "auto", "FedAvg, then the most promising of several, chosen without labels"),
     Method("closed-form", "Closed form", "closed-form", "none", "features and last layer from sums, without gradients"),
     Method(
         "closed-form-label-shift",
@@ -68,5 +69,4 @@ FURTHER = {
     "calibrated": "temperature and bias of the predictions, fitted over training clients",
     "em": "the newcomer's mix of classes by expectation-maximisation",
     "map-em": "the same, the most probable mix under a prior",
-    "auto": "the most promising of several personalizers, chosen without labels",
 }
