@@ -300,6 +300,7 @@ def test_order_does_not_give_a_new_clients_labels_away(digits: Source) -> None:
     [
         (Partition(kind="natural", clients=4), 0, "digits has no clients"),
         (Partition(kind="iid", clients=4, samples=2000), 0, "samples = 2000 is more than the 1797"),
+        (Partition(kind="superclass", clients=2, samples=2, public=0.75), 0, "partition.public takes all 2 samples"),
         (default_partition("digits"), -1, "-1"),
     ],
 )

@@ -145,6 +145,8 @@ def _draw_pool(source: Source, partition: Partition, seed: int) -> tuple[Indices
             raise DataError(f"samples = {partition.samples} is more than the {len(pool)} that {source.name} has")
         pool = np.sort(_generator(seed, "pool").choice(pool, partition.samples, replace=False))
     count = round(partition.public * len(pool))
+    if count == len(pool):
+        raise DataError(f"partition.public takes all {count} samples and leaves none to clients: lower it")
     drawn = np.zeros(len(pool), np.bool_)
     drawn[_generator(seed, "public").permutation(len(pool))[:count]] = True
     return pool[~drawn], pool[drawn]
