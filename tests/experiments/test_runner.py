@@ -119,6 +119,15 @@ def test_a_campaign_lists_what_did_not_fit(tmp_path: Path) -> None:
     assert "digits-fedtta-s0-p0 (not begun), about" in said.out
 
 
+def test_an_experiment_joins_another_ones_folder_if_both_are_named(tmp_path: Path) -> None:
+    experiment(tmp_path, "overall", "tent").ended()
+    trained = (tmp_path / "digits-fedavg-s0-p0" / "metrics.jsonl").read_bytes()
+    experiment(tmp_path, "dataset-size", "tent").ended(1, "'overall'", "upfl experiment overall,dataset-size")
+    experiment(tmp_path, "overall,dataset-size", "tent").ended()
+    assert (tmp_path / "digits-fedavg-s0-p0" / "metrics.jsonl").read_bytes() == trained
+    assert newcomers_file(tmp_path / "digits-fedavg-s0-p0", {"new_fraction": 0.1}).exists()
+
+
 def test_rows_that_share_a_training_are_trained_once_and_done_ones_are_skipped(tmp_path: Path) -> None:
     experiment(tmp_path, "overall", "fedavg,tent,fedtta-prox,fedtta++").ended()
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -52,8 +52,12 @@ def prepare(experiments: Sequence[Experiment], jobs: Sequence[Job], folder: Path
     runs: dict[str, list[str]] = {}
     if description.exists():
         found = read_toml(description)
-        if not set(str(found.get("name")).split(",")) <= set(names):
-            raise RunError(f"{folder}: holds the experiment {found.get('name')!r}; choose another --out")
+        kept = str(found.get("name")).split(",")
+        if not set(kept) <= set(names):
+            raise RunError(
+                f"{folder}: holds the experiment {found.get('name')!r}; choose another --out, or have both there: "
+                f"upfl experiment {','.join([*kept, *(name for name in names if name not in kept)])}"
+            )
         runs = dict(found.get("runs", {}))
     for job in jobs:
         if (folder / job.name / "config.toml").exists():
