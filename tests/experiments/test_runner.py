@@ -122,7 +122,7 @@ def test_a_campaign_lists_what_did_not_fit(tmp_path: Path) -> None:
 def test_an_experiment_joins_another_ones_folder_if_both_are_named(tmp_path: Path) -> None:
     experiment(tmp_path, "overall", "tent").ended()
     trained = (tmp_path / "digits-fedavg-s0-p0" / "metrics.jsonl").read_bytes()
-    experiment(tmp_path, "dataset-size", "tent").ended(1, "'overall'", "upfl experiment overall,dataset-size")
+    experiment(tmp_path, "dataset-size", "tent").ended(4, "'overall'", "upfl experiment overall,dataset-size")
     experiment(tmp_path, "overall,dataset-size", "tent").ended()
     assert (tmp_path / "digits-fedavg-s0-p0" / "metrics.jsonl").read_bytes() == trained
     assert newcomers_file(tmp_path / "digits-fedavg-s0-p0", {"new_fraction": 0.1}).exists()
