@@ -128,6 +128,14 @@ def test_an_experiment_joins_another_ones_folder_if_both_are_named(tmp_path: Pat
     assert newcomers_file(tmp_path / "digits-fedavg-s0-p0", {"new_fraction": 0.1}).exists()
 
 
+def test_a_row_more_for_a_finished_training_is_refused_with_the_command_that_scores_it(tmp_path: Path) -> None:
+    experiment(tmp_path, "overall", "fedavg").ended()
+    run = tmp_path / "digits-fedavg-s0-p0"
+    experiment(tmp_path, "overall", "fedavg,tent").ended(4, f"upfl score {run} --score tent")
+    upfl("score", run, "--score", "tent").ended()
+    experiment(tmp_path, "overall", "fedavg", "--rounds", "7").ended(4, "and 7 was asked for")
+
+
 def test_rows_that_share_a_training_are_trained_once_and_done_ones_are_skipped(tmp_path: Path) -> None:
     experiment(tmp_path, "overall", "fedavg,tent,fedtta-prox,fedtta++").ended()
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -150,7 +150,15 @@ def _complete(job: Job, path: Path) -> bool:
 
 def _check_same(found: Config, wanted: Config, path: Path) -> None:
     there, asked = found.model_dump(), wanted.model_dump()
-    if different := [key for key in there if there[key] != asked[key]]:
+    different = [key for key in there if there[key] != asked[key]]
+    if different == ["personalize"] and (
+        more := [name for name in wanted.personalize if name not in found.personalize]
+    ):
+        raise RunError(
+            f"{path}: holds this training with other rows; choose another --out, or score what it has trained: "
+            f"upfl score {path} --score {','.join(more)}"
+        )
+    if different:
         key = different[0]
         raise RunError(
             f"{path}: holds a run with other settings ({key} is {there[key]}, and {asked[key]} was asked for); "
