@@ -15,7 +15,11 @@ Groups = list[tuple[str, int]]
 
 
 def markdown(table: Table) -> str:
-    titles = [f"{column.group}: {column.title}" if column.group else column.title for column in table.columns]
+    """Markdown's tables have one line of titles: the first column of a group carries its name, too."""
+    titles = []
+    for group, columns in groupby(table.columns, key=lambda column: column.group):
+        first, *others = (column.title for column in columns)
+        titles += [f"{group}: {first}" if group else first, *others]
     lines = [
         f"| {' | '.join(map(_markdown_text, titles))} |",
         f"|{'|'.join('---' if column.text else '---:' for column in table.columns)}|",
