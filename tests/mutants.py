@@ -51,6 +51,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/rows.py", "        shrink = np.float32(1)\n", ""),
     ("models/rows.py", "totals[r, c] *= shrink", "pass"),
     ("models/products.py", "add_open_(total.clone(), a", "add_open_(total, a"),
+    ("models/products.py", "return total.mul_(beta).add_(", "return total.add_("),
+    ("models/products.py", "_product(x, w, bias) if", "_product(x, w, None) if"),
     ("models/compiled.py", "_plain(total) and total.is_contiguous() and", "_plain(total) and"),
     ("engine/fold.py", "scaled.round_()", "scaled.trunc_()"),
     ("engine/fold.py", "2.0 ** (62 - bits) / max(clients, 1)", "2.0 ** (63 - bits)"),

@@ -1,4 +1,4 @@
-"""Products without the zeros of shut rectifiers: against double precision, in steps, and where they serve."""
+"""Products without the zeros of shut rectifiers, and oneDNN's: against double precision, in steps, where they serve."""
 
 import ctypes
 import threading
@@ -134,6 +134,69 @@ def test_they_serve_large_products_of_local_steps_in_single_precision_and_nothin
         assert seen == [False, False]
         monkeypatch.setattr(compiled, "torch_library", lambda: None)
         assert not compiled.multiplies(a, b, total)
+
+
+def laid_out(value: Tensor, form: str) -> Tensor:
+    """The same values, as they may lie in memory."""
+    rows, columns = value.shape
+    if form == "turned":
+        return value.t().contiguous().t()
+    if form == "of a wider one":
+        return torch.cat([value, value[:, :7]], 1)[:, :columns]
+    if form == "every second":
+        return value.repeat_interleave(2, 1)[:, ::2]
+    shift = int(form)
+    return torch.empty(value.numel() + shift)[shift:].view(rows, columns).copy_(value)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("shape", [(64, 784, 200), (200, 64, 784), (128, 64, 2048), (65, 1031, 127)])
+@torch.inference_mode()
+def test_large_products_are_exact_to_rounding_and_have_the_same_bits_however_operands_lie(
+    shape: tuple[int, int, int],
+) -> None:
+    rows, depth, columns = shape
+    source = generator(0, str(shape))
+    a, b = torch.randn(rows, depth, generator=source), torch.randn(depth, columns, generator=source)
+    total, exact = torch.randn(rows, columns, generator=source), a.double() @ b.double()
+    with compiled.used():
+        assert products.direct(a, b)
+        plain = products.multiplied(a, b, False)
+        ours = products.add_open_(total.clone(), a, b, False, 0.5, -2.0)
+        y = products.linear(a, laid_out(b, "turned").t(), total[0])
+        for form in ("turned", "of a wider one", "every second", "0", "1", "3", "8"):
+            assert torch.equal(products.multiplied(laid_out(a, form), b, False), plain), form
+        for form in ("turned", "0", "1", "3", "8"):
+            assert torch.equal(products.multiplied(a, laid_out(b, form), False), plain), form
+    for one, expected in (
+        (plain, exact),
+        (ours, 0.5 * total.double() - 2 * exact),
+        (y, exact + total[0].double()),
+    ):
+        assert distance({"": one.double()}, {"": expected}) < 1e-6
+
+
+@torch.no_grad()
+def test_onednn_serves_large_products_of_local_steps_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.zeros(64, 512), torch.zeros(512, 256)
+    assert not products.direct(a, b)  # nobody takes local steps
+    with compiled.used():
+        assert products.direct(a, b)
+        assert not products.direct(a[:63], b)  # too small
+        assert not products.direct(a.double(), b.double())
+        with torch.enable_grad():
+            assert not products.direct(a, b)
+        seen = []
+
+        def look(one: Tensor) -> Tensor:
+            seen.append(products.direct(one, b))
+            return one.sum()
+
+        torch.func.vmap(look)(torch.zeros(3, 64, 512))
+        assert seen == [False]
+        monkeypatch.setattr(products, "_available", lambda: False)
+        assert not products.direct(a, b)
+        assert products.multiplied(a, b, False).shape == (64, 256)
 
 
 def batches(count: int, samples: int = 64) -> list[Batch]:

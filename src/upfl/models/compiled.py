@@ -78,7 +78,17 @@ def pays(channels: int, pixels: int) -> bool:
 
 def serves(x: Tensor, w: Tensor) -> bool:
     """Whether derivatives for these inputs and weights are taken here."""
-    return _used.get() and pays(w.shape[1], x.shape[-2] * x.shape[-1]) and _plain(x, w) and _possible()
+    return used_on(x, w) and pays(w.shape[1], x.shape[-2] * x.shape[-1]) and installed()
+
+
+def used_on(*values: Tensor) -> bool:
+    """Whether these take part in a local step, without autograd or another transformation of functions."""
+    return (
+        _used.get()
+        and _plain(*values)
+        and not torch.is_grad_enabled()  # what is called here leaves no graph behind
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def fits(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
@@ -103,16 +113,8 @@ def _divides(columns: int) -> bool:
 def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
     """Whether a b is added to total, or to fresh zeros, by a loop, where a is zero for rectifiers that are shut."""
     suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and a.shape[0] * b.shape[-1] < MOST
-    return _used.get() and bool(suits) and _possible() and fits(a, b, total) and bool(torch_library())
+    return used_on(a, b) and bool(suits) and installed() and fits(a, b, total) and bool(torch_library())
 
 
 def _plain(*values: Tensor) -> bool:
     return all(type(one) is Tensor and one.device.type == "cpu" and one.dtype == torch.float32 for one in values)
-
-
-def _possible() -> bool:
-    return (
-        not torch.is_grad_enabled()  # the loops leave no graph behind
-        and torch._C._functorch.peek_interpreter_stack() is None  # and no transformation sees into them
-        and installed()
-    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from upfl.models import compiled
 from upfl.models.factored import Direction, Gradient, Outer, Shapes, factors, gram
-from upfl.models.products import add_open_, added, multiplied
+from upfl.models.products import add_open_, added, linear, multiplied
 from upfl.state import State, add_product_, is_vectorized
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -77,7 +77,7 @@ class LinearPass:
     def __init__(self, layer: str, w: Tensor, bias: Tensor, x: Tensor, opens: bool = False) -> None:
         self.layer, self.w, self.bias, self.x = layer, w, bias, x
         self.opens = opens  # whether its outputs' gradients are zero in many places, which are worth to be passed over
-        self.y = F.linear(x, w, bias)
+        self.y = linear(x, w, bias)
         samples, (outputs, inputs) = x.shape[0], w.shape
         self.thin = 2 * samples * (outputs + inputs) < outputs * inputs  # where factors pay, by measurement
         self._input_gram: tuple[Tensor, Tensor] | None = None
@@ -102,12 +102,12 @@ class LinearPass:
         self.v, self.scale, self.dx = v, scale, dx
         if v is None:
             assert dx is not None
-            return torch.mm(dx, self.w.t())
+            return linear(dx, self.w)
         if (outer := factors(v, self.layer)) is not None:
             products = self.input_gram(outer.b)
             if dx is None:
                 return torch.addmm(self.y, products, outer.a, beta=0, alpha=scale)
-            return add_product_(torch.mm(dx, self.w.t()), products, outer.a, alpha=scale)
+            return add_product_(linear(dx, self.w), products, outer.a, alpha=scale)
         weight, bias = v[f"{self.layer}.weight"], v[f"{self.layer}.bias"]
         along = torch.addmm(bias, self.x, weight.t(), beta=scale, alpha=scale)
         return along if dx is None else add_product_(along, dx, self.w.t())
@@ -146,7 +146,7 @@ class _ThinlyMovedPass:
 
     def __init__(self, origin: LinearPass, x: Tensor, by: Outer, scale: float, shrink: float) -> None:
         self.origin, self.x, self.by, self.scale, self.shrink = origin, x, by, scale, shrink
-        before = origin.y if x is origin.x else F.linear(x, origin.w, origin.bias)
+        before = origin.y if x is origin.x else linear(x, origin.w, origin.bias)
         self.y = torch.addmm(before, origin.input_gram(x).t(), by.a, beta=shrink, alpha=scale)
 
     def backward(self, gy: Tensor, to: Gradient | None, inputs: bool) -> Tensor | None:
