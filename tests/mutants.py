@@ -50,6 +50,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/trace.py", "wide and type(following) is Relu", "wide"),
     ("models/rows.py", "        shrink = np.float32(1)\n", ""),
     ("models/rows.py", "totals[r, c] *= shrink", "pass"),
+    ("models/rows.py", "elif shrink == 0:", "elif False:"),
     ("models/products.py", "add_open_(total.clone(), a", "add_open_(total, a"),
     ("models/products.py", "return total.mul_(beta).add_(", "return total.add_("),
     ("models/products.py", "_product(x, w, bias) if", "_product(x, w, None) if"),

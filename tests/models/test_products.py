@@ -85,6 +85,15 @@ def test_bits_do_not_depend_on_where_operands_begin_or_which_way_the_first_lies(
         assert torch.equal(products.added(total, a.t().contiguous().t(), b, True, 0.9, -0.1), expected)
 
 
+@torch.inference_mode()
+def test_what_memory_held_does_not_count_where_it_is_written_anew() -> None:
+    a, b, total = factors(*SHAPES[2], False)  # three layers of rows
+    a[3] = 0
+    with compiled.used():
+        expected = products.add_open_(torch.zeros_like(total), a, b, True)
+        assert torch.equal(products.add_open_(torch.full_like(total, torch.nan), a, b, True, beta=0.0), expected)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @torch.inference_mode()
 def test_what_is_not_finite_stays_so_where_it_is_open(value: float) -> None:

@@ -192,9 +192,9 @@ def _descended(
     """The same over lists, written so that TorchScript compiles it, too."""
     shrink = 1 - float(rate) * weight_decay
     factor = -float(rate) / _divisor(a, b, clip)
+    beta, alpha = torch.tensor(shrink, dtype=torch.float64), torch.tensor(factor, dtype=torch.float64)
     for weight, bias, ours, others, opened in zip(weights, biases, a, b, opens):  # noqa: B905 - unknown to TorchScript
         if opened:
-            beta, alpha = torch.tensor(shrink, dtype=torch.float32), torch.tensor(factor, dtype=torch.float32)
             torch.ops.upfl.add_open_(weight, ours.t(), others, beta, alpha)
         else:
             weight.addmm_(ours.t(), others, beta=shrink, alpha=factor)

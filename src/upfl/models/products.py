@@ -15,7 +15,7 @@ that a step that is recorded has it, too (`engine/recorded.py`). It looks at mem
 whoever calls it has asked `compiled.multiplies` first.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from upfl.state import add_product_, is_recording
 LARGE = 2**23  # multiplications; below, MKL is as fast or faster (measured on Zen 5, with AVX-512 and with AVX2)
 
 _library = torch.library.Library("upfl", "DEF")  # type: ignore[no-untyped-call]
-# Factors are tensors: rates are while a step is recorded, and a number would be the same in every replay.
+# Factors are tensors, of float64: rates are while a step is recorded, and a number would be the same in every replay.
 _SCHEMA = "add_open_(Tensor(a!) total, Tensor a, Tensor b, Tensor beta, Tensor alpha) -> Tensor(a!)"
 _library.define(_SCHEMA)  # type: ignore[no-untyped-call]
 
@@ -37,11 +37,19 @@ def add_open_(total: Tensor, a: Tensor, b: Tensor, opens: bool, beta: float = 1.
     """total <- beta * total + alpha * a b, where a is zero for rectifiers that are shut, if it `opens`."""
     if opens and compiled.multiplies(a, b, total):
         compiled.loaded("rows").register()
-        factors = (torch.as_tensor(one, dtype=torch.float32) for one in (beta, alpha))
-        return torch.ops.upfl.add_open_(total, a, b, *factors)  # type: ignore[no-any-return]
+        return torch.ops.upfl.add_open_(total, a, b, _factor(beta), _factor(alpha))  # type: ignore[no-any-return]
     if direct(a, b):
         return total.mul_(beta).add_(_product(a, b.t(), None), alpha=alpha)
     return add_product_(total, a, b, beta=beta, alpha=alpha)
+
+
+def _factor(value: float | Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else _number(value)
+
+
+@lru_cache(64)
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def added(total: Tensor, a: Tensor, b: Tensor, opens: bool, beta: float, alpha: float) -> Tensor:
@@ -54,7 +62,7 @@ def added(total: Tensor, a: Tensor, b: Tensor, opens: bool, beta: float, alpha: 
 def multiplied(a: Tensor, b: Tensor, opens: bool) -> Tensor:
     """a b, likewise."""
     if opens and compiled.multiplies(a, b):
-        return add_open_(a.new_zeros(a.shape[0], b.shape[1]), a, b, opens)
+        return add_open_(a.new_empty(a.shape[0], b.shape[1]), a, b, opens, beta=0.0)
     return _product(a, b.t(), None) if direct(a, b) else torch.mm(a, b)
 
 

@@ -2,9 +2,10 @@
 
     total[r] <- beta * total[r] + alpha * sum_k a[r, k] * b[k]       over the k where a[r, k] is not zero
 
-Up to 64 rows of b are gone through together, in pieces of up to 112 columns, which fit the first cache. Which of these
-k are open is a bit for each in a word. A piece of a row of total is summed in registers (`add_open`), whatever the
-processor in the same order, and added in the end; where fused multiply-add is missing, it is rounded twice.
+Where beta is 0, what total held does not count. Up to 64 rows of b are gone through together, in pieces of up to 112
+columns, which fit the first cache. Which of these k are open is a bit for each in a word. A piece of a row of total is
+summed in registers (`add_open`), whatever the processor in the same order, and added in the end; where fused
+multiply-add is missing, it is rounded twice.
 
 PyTorch calls the loop by its stable C interface, without Python: between the products of a step, Python would take as
 long as the loop saves (20 microseconds where its code has left the cache). Addresses and handles are numbers.
@@ -54,6 +55,7 @@ def add_open(
 
     def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         to, rows, down, factors, on, bits, pieces, beta, alpha = arguments
+        fresh = build.fcmp_ordered("==", beta, ir.Constant(FLOAT, 0.0))
         beta, alpha = spread(build, beta), spread(build, alpha)
 
         def once(left: Any, sums: list[Any]) -> list[Any]:
@@ -72,7 +74,7 @@ def add_open(
             choice.add_case(number(count), case)
             sums = until_zero(build, bits, less, [ir.Constant(VECTOR, [0.0] * LANES)] * count, once)
             for v, one in enumerate(sums):
-                before = build.fmul(beta, load(build, to, v))
+                before = build.select(fresh, ir.Constant(VECTOR, [0.0] * LANES), build.fmul(beta, load(build, to, v)))
                 build.store(fused(build, alpha, one, before), vector(build, to, v), align=4)
             build.branch(end)
         build.position_at_end(end)
@@ -89,6 +91,16 @@ def _floats(context: Any, at: Any) -> Any:
         return build.inttoptr(arguments[0], FLOAT.as_pointer())
 
     return _pointer(types.float32)(types.uintp), code
+
+
+@inline
+def _double(context: Any, at: Any) -> Any:
+    """The number in double precision at an address."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        return build.load(build.inttoptr(arguments[0], ir.DoubleType().as_pointer()))
+
+    return types.float64(types.uintp), code
 
 
 @compiled
@@ -127,6 +139,8 @@ def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta
                 if bits[r]:
                     factors = a + address(4 * (r * down + top * across))
                     add_open(to, source, line, factors, address(4 * across), bits[r], pieces, shrink, factor)
+                elif shrink == 0:
+                    totals[r, LANES * left : LANES * right] = 0
                 else:
                     for c in range(LANES * left, LANES * right):
                         totals[r, c] *= shrink
@@ -162,8 +176,8 @@ def _registered() -> Any:
             size(stack[1], d, told[d:].ctypes.data)
             stride(stack[1], d, told[2 + d :].ctypes.data)
         size(stack[2], 1, told[4:].ctypes.data)
-        beta, alpha = _carray(_floats(at[3]), (1,))[0], _carray(_floats(at[4]), (1,))[0]
-        product(at[0], at[1], told[2], told[3], at[2], (told[0], told[1], told[4]), beta, alpha)
+        shape = told[0], told[1], told[4]
+        product(at[0], at[1], told[2], told[3], at[2], shape, _double(at[3]), _double(at[4]))
         for i in range(1, 5):
             done(stack[i])
 
