@@ -7,8 +7,9 @@ small pieces, written in LLVM's instructions because a loop in Python does not k
     add_rows    a row of 80 numbers <- itself + sum_i g_i * (the row at place i)
     add_dots    eight numbers       <- themselves + <five rows of weights, the patch at place k>
 
-Each number is summed in the same order on every processor; where fused multiply-add is missing, it is rounded twice.
-Places are offsets in bytes, of 32 bits; addresses are numbers.
+Rows are gone through in vectors of 16, which LLVM splits where the processor's are shorter. Each number is summed in the
+same order on every processor; where fused multiply-add is missing, it is rounded twice. Places are offsets in bytes, of
+32 bits; addresses are numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numba.extending import intrinsic
 from upfl.models.compiled import BLOCK, LANES
 
 ROW = 5 * BLOCK
-PIECES = ROW // LANES
+WIDE = 2 * LANES  # numbers in the widest vector, AVX-512's
 FRAME = 2
 AT_ONCE = 8  # patches of `add_dots`
 
@@ -42,7 +43,6 @@ def inline(function: F) -> Callable[..., Any]:
 
 
 FLOAT, _I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-VECTOR = ir.VectorType(FLOAT, LANES)
 _FUSED = ("contract",)
 
 
@@ -54,13 +54,19 @@ def _pick(*places: int) -> Any:
     return ir.Constant(ir.VectorType(_I32, len(places)), list(places))
 
 
-def vector(build: Any, start: Any, piece: int) -> Any:
-    """The pointer to a piece of a row."""
-    return build.inttoptr(build.add(start, number(4 * LANES * piece)), VECTOR.as_pointer())
+def pieces(length: int) -> list[tuple[int, int]]:
+    """A row of so many numbers as vectors: where they begin, and their lanes; as wide as they come."""
+    whole = length - length % WIDE
+    return [(at, WIDE) for at in range(0, whole, WIDE)] + [(at, LANES) for at in range(whole, length, LANES)]
 
 
-def load(build: Any, start: Any, piece: int = 0) -> Any:
-    return build.load(vector(build, start, piece), align=4)
+def vector(build: Any, start: Any, at: int, lanes: int = LANES) -> Any:
+    """The pointer to a vector that begins at a number of a row."""
+    return build.inttoptr(build.add(start, number(4 * at)), ir.VectorType(FLOAT, lanes).as_pointer())
+
+
+def load(build: Any, start: Any, at: int = 0, lanes: int = LANES) -> Any:
+    return build.load(vector(build, start, at, lanes), align=4)
 
 
 def element(build: Any, start: Any, kind: Any, i: Any) -> Any:
@@ -75,11 +81,18 @@ def fused(build: Any, a: Any, b: Any, c: Any) -> Any:
     return build.fadd(build.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
 
 
-def spread(build: Any, one: Any) -> Any:
-    """A number in all places of a vector."""
-    empty = ir.Constant(VECTOR, ir.Undefined)
-    alone = build.insert_element(empty, one, ir.Constant(_I32, 0))
-    return build.shuffle_vector(alone, empty, _pick(*[0] * LANES))
+def zeros(lanes: int = LANES) -> Any:
+    return ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+
+
+def spread(build: Any, one: Any) -> dict[int, Any]:
+    """A number in all places of a vector, by the vector's lanes."""
+    made = {}
+    for lanes in (LANES, WIDE):
+        empty = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+        alone = build.insert_element(empty, one, ir.Constant(_I32, 0))
+        made[lanes] = build.shuffle_vector(alone, empty, _pick(*[0] * lanes))
+    return made
 
 
 def until_zero(
@@ -93,7 +106,7 @@ def until_zero(
     before, body, after = build.block, build.append_basic_block(), build.append_basic_block()
     build.branch(body)
     build.position_at_end(body)
-    left, now = build.phi(I64), [build.phi(VECTOR) for _ in start]
+    left, now = build.phi(I64), [build.phi(one.type) for one in start]
     result = once(left, now)
     following = less(left)
     for phi, one, then in zip([left, *now], [first, *start], [following, *result], strict=True):
@@ -119,11 +132,14 @@ def add_rows(context: Any, to: Any, rows: Any, places: Any, factors: Any, count:
 
         def once(i: Any, sums: list[Any]) -> list[Any]:
             row, factor = _place(build, rows, places, i), spread(build, element(build, factors, FLOAT, i))
-            return [fused(build, factor, load(build, row, v), one) for v, one in enumerate(sums)]
+            return [
+                fused(build, factor[lanes], load(build, row, at, lanes), one)
+                for (at, lanes), one in zip(pieces(ROW), sums, strict=True)
+            ]
 
-        sums = _repeat(build, count, [load(build, to, v) for v in range(PIECES)], once)
-        for v, one in enumerate(sums):
-            build.store(one, vector(build, to, v), align=4)
+        sums = _repeat(build, count, [load(build, to, *piece) for piece in pieces(ROW)], once)
+        for piece, one in zip(pieces(ROW), sums, strict=True):
+            build.store(one, vector(build, to, *piece), align=4)
         return target.get_dummy_value()
 
     return types.void(*[types.uintp] * 5), code
@@ -140,9 +156,9 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
         def once(r: Any, sums: list[Any]) -> list[Any]:
             row, offset = build.add(weights, build.mul(r, number(4 * ROW))), build.mul(r, down)
             rows = [build.add(patch, offset) for patch in patches]
-            for v in range(PIECES):
-                weight = load(build, row, v)
-                sums = [fused(build, weight, load(build, at, v), one) for at, one in zip(rows, sums, strict=True)]
+            for at in range(0, ROW, LANES):
+                weight = load(build, row, at)
+                sums = [fused(build, weight, load(build, one, at), held) for one, held in zip(rows, sums, strict=True)]
             return sums
 
         def paired(vectors: list[Any], some: Any, others: Any) -> list[Any]:
@@ -152,7 +168,7 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
                 for a, b in zip(vectors[::2], vectors[1::2], strict=True)
             ]
 
-        sums = _repeat(build, number(5), [ir.Constant(VECTOR, [0.0] * LANES)] * AT_ONCE, once)
+        sums = _repeat(build, number(5), [zeros()] * AT_ONCE, once)
         sums = paired(sums, _pick(0, 8, 2, 10, 4, 12, 6, 14), _pick(1, 9, 3, 11, 5, 13, 7, 15))
         sums = paired(sums, _pick(0, 1, 8, 9, 4, 5, 12, 13), _pick(2, 3, 10, 11, 6, 7, 14, 15))
         (eight,) = paired(sums, _pick(0, 1, 2, 3, 8, 9, 10, 11), _pick(4, 5, 6, 7, 12, 13, 14, 15))

@@ -27,7 +27,6 @@ from numba import types
 from upfl.models.compiled import LANES, SLIMMEST, WIDEST, torch_library
 from upfl.models.loops import (
     FLOAT,
-    VECTOR,
     address,
     compiled,
     element,
@@ -35,9 +34,11 @@ from upfl.models.loops import (
     inline,
     load,
     number,
+    pieces,
     spread,
     until_zero,
     vector,
+    zeros,
 )
 
 DEEP = 64
@@ -46,36 +47,43 @@ _carray, _pointer = cast(Any, numba).carray, cast(Any, types).CPointer  # withou
 
 @inline
 def add_open(
-    context: Any, to: Any, rows: Any, down: Any, factors: Any, on: Any, bits: Any, pieces: Any, beta: Any, alpha: Any
+    context: Any, to: Any, rows: Any, down: Any, factors: Any, on: Any, bits: Any, count: Any, beta: Any, alpha: Any
 ) -> Any:
     """to <- beta * to + alpha * sum_i (the factor i) * (the row i), over the bits i that are set, one at least.
 
-    Rows are `down` bytes apart, factors `on` bytes; `pieces` is how many vectors a row has here.
+    Rows are `down` bytes apart, factors `on` bytes; `count` is how many vectors of LANES a row has here.
     """
 
     def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        to, rows, down, factors, on, bits, pieces, beta, alpha = arguments
+        to, rows, down, factors, on, bits, count, beta, alpha = arguments
         fresh = build.fcmp_ordered("==", beta, ir.Constant(FLOAT, 0.0))
         beta, alpha = spread(build, beta), spread(build, alpha)
-
-        def once(left: Any, sums: list[Any]) -> list[Any]:
-            i = build.cttz(left, ir.Constant(ir.IntType(1), 1))
-            row, at = build.add(rows, build.mul(i, down)), build.add(factors, build.mul(i, on))
-            factor = spread(build, element(build, at, FLOAT, number(0)))
-            return [fused(build, factor, load(build, row, v), one) for v, one in enumerate(sums)]
 
         def less(left: Any) -> Any:
             return build.and_(left, build.sub(left, number(1)))
 
+        def case(parts: Sequence[tuple[int, int]]) -> None:
+            def once(left: Any, sums: list[Any]) -> list[Any]:
+                i = build.cttz(left, ir.Constant(ir.IntType(1), 1))
+                row, place = build.add(rows, build.mul(i, down)), build.add(factors, build.mul(i, on))
+                factor = spread(build, element(build, place, FLOAT, number(0)))
+                return [
+                    fused(build, factor[lanes], load(build, row, at, lanes), one)
+                    for (at, lanes), one in zip(parts, sums, strict=True)
+                ]
+
+            sums = until_zero(build, bits, less, [zeros(lanes) for _, lanes in parts], once)
+            for (at, lanes), one in zip(parts, sums, strict=True):
+                held = build.fmul(beta[lanes], load(build, to, at, lanes))
+                before = build.select(fresh, zeros(lanes), held)
+                build.store(fused(build, alpha[lanes], one, before), vector(build, to, at, lanes), align=4)
+
         end = build.append_basic_block()
-        choice = build.switch(pieces, end)
-        for count in range(SLIMMEST, WIDEST + 1):  # the number of registers is the program's, not a variable
-            build.position_at_end(case := build.append_basic_block())
-            choice.add_case(number(count), case)
-            sums = until_zero(build, bits, less, [ir.Constant(VECTOR, [0.0] * LANES)] * count, once)
-            for v, one in enumerate(sums):
-                before = build.select(fresh, ir.Constant(VECTOR, [0.0] * LANES), build.fmul(beta, load(build, to, v)))
-                build.store(fused(build, alpha, one, before), vector(build, to, v), align=4)
+        choice = build.switch(count, end)
+        for vectors in range(SLIMMEST, WIDEST + 1):  # the number of registers is the program's, not a variable
+            build.position_at_end(block := build.append_basic_block())
+            choice.add_case(number(vectors), block)
+            case(pieces(vectors * LANES))
             build.branch(end)
         build.position_at_end(end)
         return target.get_dummy_value()
@@ -133,12 +141,12 @@ def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta
         _opened(values, down, across, top, bottom, bits)
         for part in range(parts):
             left, right = vectors * part // parts, vectors * (part + 1) // parts
-            offset, pieces = address(4 * LANES * left), address(right - left)
+            offset, count = address(4 * LANES * left), address(right - left)
             source, to = b + address(top) * line + offset, total + offset
             for r in range(rows):
                 if bits[r]:
                     factors = a + address(4 * (r * down + top * across))
-                    add_open(to, source, line, factors, address(4 * across), bits[r], pieces, shrink, factor)
+                    add_open(to, source, line, factors, address(4 * across), bits[r], count, shrink, factor)
                 elif shrink == 0:
                     totals[r, LANES * left : LANES * right] = 0
                 else:
