@@ -67,6 +67,20 @@ def test_best_and_second_best_are_marked_by_the_printed_digits(runs: Path) -> No
         assert mark == ("best" if value == ranking[0] else "second" if value == ranking[1] else "")
 
 
+def test_clients_that_validate_for_others_are_told_from_those_who_train(tmp_path: Path) -> None:
+    run = api.train(small("fedtta", "partition.held_out=0.5"), tmp_path / "run", workers=1)
+    (setting,) = arrange(collect([tmp_path]))
+    table = setting_table(setting, "t", None)
+    (row,) = run.result["rows"]
+    assert [column.title for column in table.columns[1:5]] == ["Validation", "Own validation", "Before", "Test"]
+    shown = [cell.value for cell in table.rows[0][1:5]]
+    assert shown == [row[key] for key in ("validation", "validation_own", "test_before", "test")]
+    assert "50% of the training clients held out" in table.notes[0]
+    figure = figures.learning_curves(setting)
+    assert figure is not None
+    assert figure.axes[0].get_title() == "Training clients that are held out"
+
+
 def test_a_sweep_is_told_apart_by_what_differs(tmp_path: Path) -> None:
     for rate in (0.1, 0.3):
         api.train(small("fedtta", f"inner_lr={rate}"), tmp_path / f"run-{rate}", workers=1)

@@ -84,6 +84,8 @@ def _rows(result: dict[str, Any]) -> Iterator[tuple[list[str], str]]:
         gain = f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED
         figures = [score(row, key) for key in ("validation", "test_before", "test")]
         yield [f"  {row_title(row['row'])}", *figures, gain, spread(row)], ""
+        if "validation_own" in row:  # others, which are held out, choose the round
+            yield ["    those who train", score(row, "validation_own"), "", "", "", ""], "dim"
         for label, scores, clients in by_architecture(row):
             figures = [_percent(scores[key]) for key in ("validation", "test_before", "test")]
             known = scores["test"] is not None

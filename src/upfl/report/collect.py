@@ -63,6 +63,7 @@ class NewRow(Part):
 
 class Row(NewRow):
     validation: Percent
+    validation_own: Percent | None = None  # that of those who train, where others that are held out validate
     best_round: int
 
 

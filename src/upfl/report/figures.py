@@ -97,7 +97,8 @@ def learning_curves(setting: Setting) -> Figure | None:
     work = all(round.gradients is not None for run in setting.runs for round in run.rounds)
     if not any(len(_curve(line, "validation", by_work=False)[0]) > 1 for line in setting.lines):
         return None
-    wanted = [("validation", False, "Training clients' validation data")]
+    validated = "Training clients that are held out" if setting.held_out else "Training clients' validation data"
+    wanted = [("validation", False, validated)]
     if setting.new_clients:
         wanted += [("test", by_work, "New clients") for by_work in ((False, True) if work else (False,))]
     figure = styled(11, 3.9)

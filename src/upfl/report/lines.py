@@ -106,6 +106,11 @@ class Setting:
         return list({run.path: run for line in self.lines for run, _ in line.runs.values()}.values())
 
     @property
+    def held_out(self) -> bool:
+        """Whether training clients that never train validate."""
+        return self.partition.held_out > 0
+
+    @property
     def new_clients(self) -> int:
         """How many new clients every line was scored on, over all partitions."""
         return min(len(line.clients()[0]) for line in self.lines)
@@ -265,4 +270,6 @@ def describe(partition: Partition) -> str:
         words.append(f"new clients keep {partition.new_fraction:.0%} of their data")
     if partition.public:
         words.append(f"{partition.public:.0%} of the data public")
+    if partition.held_out:
+        words.append(f"{partition.held_out:.0%} of the training clients held out")
     return ", ".join(words)

@@ -68,6 +68,8 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
     figures = {line.row: setting.figure(line.row) for line in setting.lines}
     compare = any(figures.values())
     columns = [Column("Method", text=True), Column("Validation"), Column("Before"), Column("Test")]
+    if setting.held_out:
+        columns.insert(2, Column("Own validation"))
     if base:
         columns.append(Column(f"Against {base.label} [95%]"))
     if compare:
@@ -81,6 +83,9 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
             Cell(line.mean(lambda row: row.test_before), line.spread(lambda row: row.test_before)),
             Cell(line.mean(lambda row: row.test), line.spread(lambda row: row.test)),
         ]
+        if setting.held_out:
+            own = Cell(line.mean(lambda row: row.validation_own), line.spread(lambda row: row.validation_own))
+            row.insert(2, own)
         if base:
             difference = line.against(base) if line is not base else None
             row.append(
@@ -96,8 +101,10 @@ def setting_table(setting: Setting, name: str, reference: str | None) -> Table:
             row += _beside_the_paper(setting, line)
         row.append(Cell(len(line.runs), digits=0))
         rows.append(row)
-    _mark(rows, [1, 3])
+    _mark(rows, [1, 4 if setting.held_out else 3])
     notes = [f"{setting.title}: {setting.description}. Percent; test is the accuracy on new clients."]
+    if setting.held_out:
+        notes.append("Validation is that of training clients that never train, own validation that of the others.")
     if not setting.new_clients:
         notes.append("No new client has labels, so that there is no score.")
     if setting.few:
