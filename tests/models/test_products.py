@@ -85,6 +85,17 @@ def test_bits_do_not_depend_on_where_operands_begin_or_which_way_the_first_lies(
         assert torch.equal(products.added(total, a.t().contiguous().t(), b, True, 0.9, -0.1), expected)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.int64])
+@torch.inference_mode()
+def test_factors_may_be_tensors_of_any_kind(kind: torch.dtype) -> None:
+    a, b, total = factors(*SHAPES[0], False)
+    beta: Any = torch.tensor(2, dtype=kind)
+    alpha: Any = torch.tensor(-3, dtype=kind)
+    with compiled.used():
+        expected = products.added(total, a, b, True, 2.0, -3.0)
+        assert torch.equal(products.added(total, a, b, True, beta, alpha), expected)
+
+
 @torch.inference_mode()
 def test_what_memory_held_does_not_count_where_it_is_written_anew() -> None:
     a, b, total = factors(*SHAPES[2], False)  # three layers of rows
@@ -177,6 +188,12 @@ def test_large_products_are_exact_to_rounding_and_have_the_same_bits_however_ope
             assert torch.equal(products.multiplied(laid_out(a, form), b, False), plain), form
         for form in ("turned", "0", "1", "3", "8"):
             assert torch.equal(products.multiplied(a, laid_out(b, form), False), plain), form
+        for form in ("of a wider one", "every second"):
+            assert not products.direct(a, laid_out(b, form))
+        column = torch.randn(columns, 3, generator=source)[:, 1]  # a bias with gaps
+        assert distance({"": products.linear(a, b.t(), column).double()}, {"": exact + column}) < 1e-6
+        nothing = products.add_open_(torch.full_like(total, torch.nan), a, b, False, 0.0)
+        assert torch.equal(nothing, plain)
     for one, expected in (
         (plain, exact),
         (ours, 0.5 * total.double() - 2 * exact),
@@ -203,6 +220,8 @@ def test_onednn_serves_large_products_of_local_steps_and_nothing_else(monkeypatc
 
         torch.func.vmap(look)(torch.zeros(3, 64, 512))
         assert seen == [False]
+        bias = torch.zeros(())
+        assert torch.equal(products.linear(a, b.t().contiguous(), bias.expand(256)), torch.zeros(64, 256))
         monkeypatch.setattr(products, "_available", lambda: False)
         assert not products.direct(a, b)
         assert products.multiplied(a, b, False).shape == (64, 256)
@@ -234,8 +253,13 @@ def test_steps_are_the_dense_ones_to_float32s_precision(method: str, served: int
     assert 0 < distance(ours, dense, scale=moved) < 1e-4
 
 
+@pytest.mark.parametrize("loops", [True, False])
 @pytest.mark.parametrize("method", ["fedavg", "fedtta"])
-def test_recorded_steps_have_the_bits_of_those_as_written(method: str) -> None:
+def test_recorded_steps_have_the_bits_of_those_as_written(
+    method: str, loops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not loops:
+        monkeypatch.setattr(compiled, "installed", lambda: False)
     made = training(method)
     server = made.init(generator(1))
     told: list[str] = []
@@ -303,11 +327,15 @@ def test_a_library_that_does_not_load_is_not_called(monkeypatch: pytest.MonkeyPa
     assert compiled.torch_library.__wrapped__() is None
 
 
+@pytest.mark.parametrize("served", ["loops", "onednn"])
 def test_a_run_has_the_same_bits_with_two_workers_and_after_a_stop(
-    tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    served: str, tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "WIDE", 1)  # digits have 64 inputs: the layer between the hidden ones is served
-    monkeypatch.setattr(compiled, "LEAST", 1)
+    if served == "loops":
+        monkeypatch.setattr(compiled, "WIDE", 1)  # digits have 64 inputs: the layer between the hidden ones is served
+        monkeypatch.setattr(compiled, "LEAST", 1)
+    else:
+        monkeypatch.setattr(products, "LARGE", 1)
     settings = ("iterations=3", "batch_size=16")
     config = configure(
         "fedavg",
@@ -319,7 +347,7 @@ def test_a_run_has_the_same_bits_with_two_workers_and_after_a_stop(
         partition={"clients": 12},
     )
     alone = ran(config, tmp_path / "alone")
-    assert any(calls)
+    assert any(calls) == (served == "loops")
     assert_same(ran_by_workers(config, tmp_path / "two", 2), alone)
     folder = RunFolder.create(tmp_path / "stopped", config)
     with pytest.raises(StopError):

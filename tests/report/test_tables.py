@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.reports import read
 from tests.plugin_methods import result, small
 from upfl import api
+from upfl.cli.tables import markdown_table
 from upfl.data.partition import default_partition
 from upfl.report import figures, rendering
 from upfl.report.collect import collect
@@ -68,13 +69,17 @@ def test_best_and_second_best_are_marked_by_the_printed_digits(runs: Path) -> No
 
 
 def test_clients_that_validate_for_others_are_told_from_those_who_train(tmp_path: Path) -> None:
-    run = api.train(small("fedtta", "partition.held_out=0.5"), tmp_path / "run", workers=1)
+    config = small("fedavg", "partition.held_out=0.5", score=["tent"])
+    run = api.train(config, tmp_path / "run", workers=1)
     (setting,) = arrange(collect([tmp_path]))
     table = setting_table(setting, "t", None)
-    (row,) = run.result["rows"]
     assert [column.title for column in table.columns[1:5]] == ["Validation", "Own validation", "Before", "Test"]
-    shown = [cell.value for cell in table.rows[0][1:5]]
-    assert shown == [row[key] for key in ("validation", "validation_own", "test_before", "test")]
+    keys = ("validation", "validation_own", "test_before", "test")
+    for cells, row in zip(table.rows, run.result["rows"], strict=True):
+        assert [cell.value for cell in cells[1:5]] == [row[key] for key in keys]
+    assert {bool(cell.mark) for cells in table.rows for cell in cells[2:4]} == {False}
+    assert any(cells[4].mark for cells in table.rows)
+    assert "those who train" in markdown_table([run])
     assert "50% of the training clients held out" in table.notes[0]
     figure = figures.learning_curves(setting)
     assert figure is not None

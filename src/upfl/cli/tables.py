@@ -18,6 +18,7 @@ from upfl.safe.text import counted, markdown
 SPREAD = "10% - median - 90%"
 MOST_UNSCORED = 20
 WIDTHS = {"validation": 10, "before": 6, "after": 6, "gain": 6, SPREAD.replace(" ", ""): 17}
+OWN = "those who train"  # where others, which are held out, validate
 NOT_SCORED = "-"  # what a federation of other people's machines cannot know, it does not say
 
 
@@ -84,13 +85,13 @@ def _rows(result: dict[str, Any]) -> Iterator[tuple[list[str], str]]:
         gain = f"{row['test'] - row['test_before']:+.2f}" if "test" in row else NOT_SCORED
         figures = [score(row, key) for key in ("validation", "test_before", "test")]
         yield [f"  {row_title(row['row'])}", *figures, gain, spread(row)], ""
-        if "validation_own" in row:  # others, which are held out, choose the round
-            yield ["    those who train", score(row, "validation_own"), "", "", "", ""], "dim"
         for label, scores, clients in by_architecture(row):
             figures = [_percent(scores[key]) for key in ("validation", "test_before", "test")]
             known = scores["test"] is not None
             gain = f"{scores['test'] - scores['test_before']:+.2f}" if known else NOT_SCORED
             yield [f"    {label}", *figures, gain, clients], "dim"
+        if "validation_own" in row:  # others, which are held out, choose the round
+            yield [f"    {OWN}", score(row, "validation_own"), "", "", "", ""], "dim"
 
 
 def markdown_table(runs: list[api.Run]) -> str:
@@ -108,6 +109,9 @@ def markdown_table(runs: list[api.Run]) -> str:
             for label, part, clients in by_architecture(row):
                 scores = [_percent(part[key]) for key in ("validation", "test_before", "test")]
                 cells = [markdown(run.path.name), f"- {markdown(label)}", *facts, *scores, "", "", clients]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+            if "validation_own" in row:
+                cells = [markdown(run.path.name), f"- {OWN}", *facts, score(row, "validation_own"), *[""] * 5]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, *(f"\n{warning}" for warning in warnings(runs))])
 

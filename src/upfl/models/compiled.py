@@ -92,7 +92,7 @@ def used_on(*values: Tensor) -> bool:
 
 
 def fits(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
-    """Whether a loop can add a b to total, or to fresh zeros: by what they are, and by how they lie in memory."""
+    """Whether a loop can add a b to total, or write it to fresh memory: by what they are, and how they lie there."""
     return (
         _plain(a, b)
         and a.dim() == b.dim() == 2
@@ -111,7 +111,7 @@ def _divides(columns: int) -> bool:
 
 
 def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
-    """Whether a b is added to total, or to fresh zeros, by a loop, where a is zero for rectifiers that are shut."""
+    """Whether a loop adds a b to total, or writes it to fresh memory, where a is zero for rectifiers that are shut."""
     suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and a.shape[0] * b.shape[-1] < MOST
     return used_on(a, b) and bool(suits) and installed() and fits(a, b, total) and bool(torch_library())
 

@@ -7,7 +7,7 @@ small pieces, written in LLVM's instructions because a loop in Python does not k
     add_rows    a row of 80 numbers <- itself + sum_i g_i * (the row at place i)
     add_dots    eight numbers       <- themselves + <five rows of weights, the patch at place k>
 
-Rows are gone through in vectors of 16, which LLVM splits where the processor's are shorter. Each number is summed in
+Rows are added in vectors of 16, which LLVM splits where the processor's are shorter. Each number is summed in
 the same order on every processor; where fused multiply-add is missing, it is rounded twice. Places are offsets in
 bytes, of 32 bits; addresses are numbers.
 """

@@ -251,9 +251,10 @@ def _run(run: RunData, name: str) -> str:
 
 _READING = """<section id="reading"><h2>How to read this</h2><dl>
 <dt>Validation, before, test</dt><dd>Percent of samples, all clients together. Validation: training clients,
-personalized on their unlabelled validation data. Test: new clients after personalization on their own unlabelled data;
-before: the model that they receive (where the last layer is refitted, the model as it was trained, without that
-layer). All at the round with the best validation accuracy of the row.</dd>
+personalized on their unlabelled validation data; where some are held out, who never train, it is these that validate,
+as newcomers, and own validation is that of those who train. Test: new clients after personalization on their own
+unlabelled data; before: the model that they receive (where the last layer is refitted, the model as it was trained,
+without that layer). All at the round with the best validation accuracy of the row.</dd>
 <dt>&plusmn;</dt><dd>Standard deviation over runs with other seeds, where there are several.</dd>
 <dt>[low, high]</dt><dd>95% interval of the difference between two rows, from a bootstrap over new clients: clients are
 drawn anew with replacement, the same for both rows (paired), 10,000 times. Where it excludes 0, the difference is not
