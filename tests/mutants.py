@@ -52,7 +52,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/rows.py", "totals[r, c] *= shrink", "pass"),
     ("models/rows.py", "elif shrink == 0:", "elif False:"),
     ("models/products.py", "add_open_(total.clone(), a", "add_open_(total, a"),
-    ("models/products.py", "return total.mul_(beta).add_(", "return total.add_("),
+    ("models/products.py", "return _scaled_(total, beta).add_(", "return total.add_("),
     ("models/products.py", "_product(x, w, bias) if", "_product(x, w, None) if"),
     ("models/compiled.py", "_plain(total) and total.is_contiguous() and", "_plain(total) and"),
     ("engine/fold.py", "scaled.round_()", "scaled.trunc_()"),
