@@ -26,7 +26,7 @@ from torch import Tensor
 from upfl.models import compiled
 from upfl.state import add_product_, is_recording
 
-LARGE = 2**23  # multiplications; below, MKL is as fast or faster (measured on Zen 5, with AVX-512 and with AVX2)
+LARGE = 2**23  # multiplications; below, MKL is as fast with AVX2, though not with Zen 5's AVX-512 (results/speed.md)
 
 _library = torch.library.Library("upfl", "DEF")  # type: ignore[no-untyped-call]
 # Factors are tensors, of float64: rates are while a step is recorded, and a number would be the same in every replay.
