@@ -45,6 +45,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/winners.py", "5, 5 * BLOCK).contiguous()", "5, 5 * BLOCK)"),
     ("models/winners.py", "floats != (torch.float32,) * 3", "False"),
     ("models/compiled.py", "not torch.is_grad_enabled()", "True"),
+    ("models/compiled.py", "and getattr(one, INTEL)()", ""),
+    ("models/products.py", "        and compiled.outruns_mkl()\n", ""),
     ("models/compiled.py", "token = _used.set(True)", "token = _used.set(False)"),
     ("models/trace.py", "one.rectified = type(following) is Relu", "one.rectified = True"),
     ("models/trace.py", "wide and type(following) is Relu", "wide"),

@@ -26,8 +26,15 @@ from upfl.training.fedtta import FedTTA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = 5
+ASKED = compiled.outruns_mkl
 MODEL = mlp(784, (200, 200), CLASSES)
 SHAPES = [(200, 64, 784), (64, 200, 200), (96, 131, 104), (200, 64, 96)]  # rows, depth, columns
+
+
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to MKL on Intel's processors is tried there, too."""
+    monkeypatch.setattr(compiled, "outruns_mkl", lambda: True)
 
 
 def factors(rows: int, depth: int, columns: int, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +161,25 @@ def test_they_serve_large_products_of_local_steps_in_single_precision_and_nothin
         assert seen == [False, False]
         monkeypatch.setattr(compiled, "torch_library", lambda: None)
         assert not compiled.multiplies(a, b, total)
+
+
+@pytest.mark.parametrize("left", [True, False])
+@torch.no_grad()
+def test_products_are_left_to_mkl_where_it_is_fastest(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "outruns_mkl", lambda: not left)
+    a, b = torch.ones(64, 1024), torch.ones(1024, 200)
+    with compiled.used():
+        assert products.direct(a, b) is not left
+        assert compiled.multiplies(a[:, :200].contiguous(), b[:200]) is not left
+
+
+@pytest.mark.parametrize(("library", "ours"), [({}, True), ({"says": 0}, True), ({"says": 1}, False)])
+def test_mkl_is_asked_whose_the_processor_is(
+    library: dict[str, int], ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {compiled.INTEL: (lambda: library["says"])} if library else {}  # a PyTorch without MKL has no such name
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**given))
+    assert ASKED.__wrapped__() is ours
 
 
 def laid_out(value: Tensor, form: str) -> Tensor:

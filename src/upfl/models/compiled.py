@@ -49,18 +49,26 @@ def installed() -> bool:
     return os.environ.get("UPFL_NUMBA") != "0" and importlib.util.find_spec("numba") is not None
 
 
+INTEL = "mkl_serv_intel_cpu_true"  # MKL is linked into PyTorch's library; without MKL the name is not there
 NEEDED = ("library_init_impl", "library_impl", "get_data_ptr", "get_size", "get_stride", "delete_tensor_object")
+
+
+def _libraries() -> Iterator[ctypes.CDLL]:
+    for one in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        with suppress(OSError):  # not a library that can be loaded
+            yield ctypes.CDLL(str(one))
 
 
 @cache
 def torch_library() -> ctypes.CDLL | None:
     """PyTorch's library, if it takes operations by the stable C interface: all that `models/rows.py` calls is there."""
-    for one in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
-        with suppress(OSError):  # not a library that can be loaded
-            library = ctypes.CDLL(str(one))
-            if all(hasattr(library, f"aoti_torch_{name}") for name in NEEDED):
-                return library
-    return None
+    return next((one for one in _libraries() if all(hasattr(one, f"aoti_torch_{name}") for name in NEEDED)), None)
+
+
+@cache
+def outruns_mkl() -> bool:
+    """Whether a matrix product can be faster than MKL's: not on Intel's processors, as MKL itself sees them."""
+    return not any(hasattr(one, INTEL) and getattr(one, INTEL)() for one in _libraries())
 
 
 def loaded(name: str) -> Any:
@@ -113,7 +121,8 @@ def _divides(columns: int) -> bool:
 def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
     """Whether a loop adds a b to total, or writes it to fresh memory, where a is zero for rectifiers that are shut."""
     suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and a.shape[0] * b.shape[-1] < MOST
-    return used_on(a, b) and bool(suits) and installed() and fits(a, b, total) and bool(torch_library())
+    served = used_on(a, b) and bool(suits) and installed() and fits(a, b, total)
+    return served and outruns_mkl() and bool(torch_library())
 
 
 def _plain(*values: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Matrix products of linear layers, each by the fastest kernel that there is.
 
+On Intel's processors that is MKL's (`compiled.outruns_mkl`). On others two kinds of products are taken elsewhere.
+
 Large ones are oneDNN's (`direct`): outputs, and gradients of inputs and of weights. PyTorch leaves matrices to MKL,
 which does not use AVX-512 on processors that are not Intel's: it takes up to 2.7 times as long there.
 
@@ -85,6 +87,7 @@ def direct(a: Tensor, b: Tensor) -> bool:
         compiled.used_on(a, b)
         and bool(a.numel() * b.shape[-1] >= LARGE)
         and (b.is_contiguous() or b.t().is_contiguous())
+        and compiled.outruns_mkl()
         and _available()
     )
 
