@@ -79,6 +79,12 @@ class Gradient(Mapping[str, Tensor]):
         """Take a gradient, which may be overwritten."""
         self.dense[name] = gradient if self._plus is None else gradient.add_(self._plus[0][name], alpha=self._plus[1])
 
+    def also(self, gradients: State) -> Gradient:
+        """This one, with those of further parameters."""
+        for name, gradient in gradients.items():
+            self.value(name, gradient)
+        return self
+
     def product(self, layer: str, keep: bool, own: Outer, further: tuple[Tensor, Tensor] | None = None) -> None:
         """Take a linear layer's gradient, factored if `keep`; `further` factors add to the weight's alone."""
         terms, plus = [own], None

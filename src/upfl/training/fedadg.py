@@ -14,21 +14,21 @@ has 10 dimensions, uniform on [0, 1]; the reference distribution is that of gene
 (an unconditional one would be wrong on clients with two classes): a linear projection, one hidden layer, a sigmoid. D,
 then F and C, then G are updated on each batch, G through D without detaching its output. G has one hidden layer of the
 features' size. Ours, where the paper is silent: labels are smoothed by 0.1; D's projection and hidden layer have 64
-units, and the projection is trained with the rest of D. Of a model with BatchNorm all updates see features under the
-batch's statistics; the step of F and C moves the running ones.
+units, and the projection is trained with the rest of D. Features are computed once a batch, in training mode: D and F
+see the same, and of a model with BatchNorm running statistics move once.
 """
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from upfl.contract import Batch, Client, Noise, Phase, Task
 from upfl.models import Layered, Linear, Relu, mlp
 from upfl.models.surgery import with_head
+from upfl.models.trace import LayeredTrace
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import LocalHyper, LocalTraining
-from upfl.training.sgd import gradients, sgd_
+from upfl.training.sgd import sgd_
 
 
 class FedADGHyper(LocalHyper):
@@ -45,6 +45,7 @@ class FedADG(LocalTraining[FedADGHyper]):
     name = "fedadg"
     title = "FedADG"
     Hyper = FedADGHyper
+    records = True
     remembers = True
 
     def __init__(self, task: Task, hyper: FedADGHyper) -> None:
@@ -88,35 +89,45 @@ class FedADG(LocalTraining[FedADGHyper]):
         own = {name: value.to(next(iter(server.values())), copy=True) for name, value in memory.items()}
         return super().begin(server, memory, client) | prefixed("discriminator", own)
 
+    @torch.inference_mode()
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, weight = self.hyper, batch.weight()
         psi, g, d = (select(carry, part) for part in ("psi", "generator", "discriminator"))
-        labels = F.one_hot(batch.y, self.task.classes).to(batch.floats().dtype)
-        noise = torch.cat([batch.noise["noise"], labels], dim=1)
+        labels = weight.new_zeros(len(batch.y), self.task.classes).scatter_(1, batch.y.unsqueeze(1), 1.0)
+        features = self.extractor.trace(psi, batch.x)
+        fake = self.generator.trace(g, torch.cat([batch.noise["noise"], labels], dim=1))
         rate, adversarial = hyper.rate(hyper.lr, round), hyper.rate(hyper.adversarial_lr, round)
 
-        def judged(d: State, features: Tensor) -> Tensor:
-            return self.discriminator.apply(d, torch.cat([features, labels], dim=1)).squeeze(1).sigmoid()
-
-        real, fake = self.extractor.batchwise(psi, batch.x), self.generator.apply(g, noise)
-        _, gradient = gradients(
-            lambda d: (((1 - judged(d, fake)).square() + judged(d, real).square()) * weight).sum(), d
-        )
+        # D: 1 for what is generated, 0 for what is real.
+        of_both, p, slope = self.judged(d, torch.cat([fake.output, features.output]), torch.cat([labels, labels]))
+        wanted = torch.cat([torch.ones_like(weight), torch.zeros_like(weight)])
+        gradient = of_both.backward((2 * (p - wanted) * slope * torch.cat([weight, weight])).unsqueeze(1))
         sgd_(d, gradient, adversarial, hyper.weight_decay, hyper.clip)
 
-        def classification(psi: State) -> Tensor:
-            features = self.extractor.learning(psi, batch.x)
-            log_p = self.classifier.apply(psi, features).log_softmax(1)
-            smoothed = (1 - hyper.smoothing) * labels + hyper.smoothing / self.task.classes
-            cross_entropy = -(smoothed * log_p).sum(1)
-            aligned = (1 - judged(d, features)).square()
-            return (((1 - hyper.alignment) * cross_entropy + hyper.alignment * aligned) * weight).sum()
+        # F and C: the labels, and features that D takes for generated ones.
+        of_real, p, slope = self.judged(d, features.output, labels)
+        classified = self.classifier.trace(psi, features.output)
+        log_p = classified.output.log_softmax(1)
+        smoothed = (1 - hyper.smoothing) * labels + hyper.smoothing / self.task.classes
+        cross_entropy, aligned = -(smoothed * log_p).sum(1), (1 - p).square()
+        loss = (((1 - hyper.alignment) * cross_entropy + hyper.alignment * aligned) * weight).sum()
+        share, other = (1 - hyper.alignment) * weight, hyper.alignment * weight
+        above = classified.backward((log_p.exp() - smoothed) * share.unsqueeze(1), inputs=True)
+        toward = of_real.backward_to_input((-2 * (1 - p) * slope * other).unsqueeze(1))[:, : hyper.features]
+        below = features.backward(classified.input_gradient + toward)
+        sgd_(psi, below.also(dict(above)), rate, hyper.weight_decay, hyper.clip)
 
-        loss, gradient = gradients(classification, psi)
-        sgd_(psi, gradient, rate, hyper.weight_decay, hyper.clip)
-        _, gradient = gradients(lambda g: (judged(d, self.generator.apply(g, noise)).square() * weight).sum(), g)
-        sgd_(g, gradient, adversarial, hyper.weight_decay, hyper.clip)
+        # G, through D.
+        of_fake, p, slope = self.judged(d, fake.output, labels)
+        toward = of_fake.backward_to_input((2 * p * slope * weight).unsqueeze(1))[:, : hyper.features]
+        sgd_(g, fake.backward(toward.contiguous()), adversarial, hyper.weight_decay, hyper.clip)
         return carry, loss
+
+    def judged(self, d: State, features: Tensor, labels: Tensor) -> tuple[LayeredTrace, Tensor, Tensor]:
+        """D's trace, its judgement p of each feature, and the derivative of p with respect to D's last number."""
+        trace = self.discriminator.trace(d, torch.cat([features, labels], dim=1))
+        p = trace.output.squeeze(1).sigmoid()
+        return trace, p, p * (1 - p)
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[State, State]:
         up, _ = super().finish(server, carry, client)

@@ -29,7 +29,7 @@ from upfl.models.surgery import halves
 from upfl.randomness import generator as named_generator
 from upfl.state import State, contiguous, prefixed, select
 from upfl.training.base import LocalHyper, LocalTraining
-from upfl.training.sgd import gradients, sgd_
+from upfl.training.sgd import gradients_through, sgd_
 
 SAMPLES = 20
 
@@ -79,16 +79,22 @@ class FedSR(LocalTraining[FedSRHyper]):
     def step(self, carry: State, batch: Batch, round: int) -> tuple[State, Tensor]:
         hyper, lr = self.hyper, self.hyper.rate(self.hyper.lr, round)
         psi, own, momentum = select(carry, "psi"), select(carry, "own"), select(carry, "momentum")
-        loss, gradient = gradients(lambda params: self.loss(params, batch), prefixed("psi", psi) | prefixed("own", own))
-        sgd_(psi, select(gradient, "psi"), lr, hyper.weight_decay, hyper.clip)
-        sgd_(own, select(gradient, "own"), lr, 0.0, hyper.clip, (hyper.momentum, momentum))
+        above = {name: psi[name] for name in self.classifier.shapes}
+        loss, below, rest = gradients_through(
+            self.encoder.trace(psi, batch.x),
+            lambda encoded, params: self.loss(encoded, params, batch),
+            above | prefixed("own", own),
+        )
+        gradient = below.also({name: rest[name] for name in above})
+        sgd_(psi, gradient, lr, hyper.weight_decay, hyper.clip)
+        sgd_(own, select(rest, "own"), lr, 0.0, hyper.clip, (hyper.momentum, momentum))
         return carry, loss
 
-    def loss(self, params: State, batch: Batch) -> Tensor:
-        psi, own, weight = select(params, "psi"), select(params, "own"), batch.weight()
-        m, sigma = self.gaussian(self.encoder.learning(psi, batch.x))
+    def loss(self, encoded: Tensor, params: State, batch: Batch) -> Tensor:
+        own, weight = select(params, "own"), batch.weight()
+        m, sigma = self.gaussian(encoded)
         z = m + sigma * batch.noise["eps"]
-        log_p = self.classifier.apply(psi, z).log_softmax(1)
+        log_p = self.classifier.apply(params, z).log_softmax(1)
         cross_entropy = -(log_p.gather(1, batch.y.unsqueeze(1)).squeeze(1) * weight).sum()
         length = ((z.square().sum(1) + 1e-12).sqrt() * weight).sum()
         divergence = gaussian_kl(own["C"] * m, own["C"] * sigma, own["r_m"][batch.y], F.softplus(own["r_s"])[batch.y])

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from upfl.contract import Batch
-from upfl.models import Direction, descend_, split, whole_in_factors
+from upfl.models import Direction, Gradient, Trace, descend_, split, whole_in_factors
 from upfl.state import State, move_, norm, trainable
 
 
@@ -61,6 +61,17 @@ def gradients(loss: Callable[[State], Tensor], params: State) -> tuple[Tensor, S
         value = loss({name: leaves.get(name, value) for name, value in params.items()})
         found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return value.detach(), dict(zip(leaves, found, strict=True))
+
+
+def gradients_through(
+    trace: Trace, loss: Callable[[Tensor, State], Tensor], params: State
+) -> tuple[Tensor, Gradient, State]:
+    """A loss of a trace's output and of further parameters, with its gradients for those of the trace and for these.
+
+    Autograd goes back through the loss alone, which is written so; the way on is the trace's own.
+    """
+    value, found = gradients(lambda given: loss(given["output"], given), params | {"output": trace.output})
+    return value, trace.backward(found.pop("output")), found
 
 
 def sgd_(
