@@ -13,6 +13,7 @@ from torch import Tensor
 
 from upfl.engine.fold import FixedPointSum
 from upfl.errors import BadClientError
+from upfl.models import compiled
 from upfl.randomness import generator
 from upfl.state import State
 
@@ -98,6 +99,39 @@ def test_a_sum_of_many_values_is_formed_in_chunks_without_seams() -> None:
     value = torch.randn(n, generator=generator(0))
     total = _summed([{"x": value}, {"x": value}], {"x": value}, 2)
     torch.testing.assert_close(total["x"], 2 * value.double(), rtol=0, atol=2.0**-39)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("bits", [3, 40])
+def test_the_loop_adds_to_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = list[bool](), compiled.adds
+
+    def noting(values: Tensor, together: int) -> bool:
+        asked.append(real(values, together))
+        return asked[-1]
+
+    monkeypatch.setattr(compiled, "adds", noting)
+    spread = torch.randn(2**17, generator=generator(1)) * 2.0 ** torch.randint(-60, 3, (2**17,), generator=generator(2))
+    halves = torch.arange(-(2**12), 2**12).float() * 2.0 ** -(bits + 1)  # every second one lies between two
+    most = 2.0 ** (61 - bits)
+    value = torch.cat([spread, halves, torch.tensor([most, -most, 0.0, -0.0, 1e-45])])
+    up = {"many": value, "turned": value[:8192].view(64, 128).t(), "double": value.double(), "few": value[:10]}
+    scales = dict.fromkeys(up, bits)
+    ours, plain = FixedPointSum(up, 2, scales), FixedPointSum(up, 2, scales)
+    for _ in range(2):
+        plain.add(up)
+    assert not any(asked)  # nobody takes local steps
+    with compiled.used():
+        for _ in range(2):
+            ours.add(up)
+    assert asked[-4:] == [True, True, False, False]
+    assert torch.equal(ours.buffer, plain.buffer)
+
+
+def test_a_small_sum_compiles_nothing() -> None:
+    with compiled.used():
+        assert not compiled.adds(torch.zeros(2**13), 2**14)
+        assert compiled.adds(torch.zeros(2**13), 2**17)
 
 
 LIKE: State = {"x": torch.zeros(3), "y": torch.zeros(2, 2), "n": torch.tensor(0)}

@@ -23,6 +23,7 @@ from upfl.engine.recorded import steps_of
 from upfl.engine.setup import Setup
 from upfl.errors import BadClientError
 from upfl.methods import row_name
+from upfl.models import compiled
 from upfl.randomness import generator
 from upfl.state import State, all_aligned
 
@@ -149,7 +150,8 @@ class LocalCohort(Cohort):
             return 1
         up, memory = result
         try:
-            total.add(self.setup.training.checked(up))
+            with compiled.used():
+                total.add(self.setup.training.checked(up))
         except BadClientError:
             return 2
         if self.setup.training.remembers:

@@ -1,4 +1,5 @@
-"""When local steps are taken by compiled loops (`models/winners.py`, `products.py`) in place of PyTorch's kernels.
+"""When local steps are taken and added up by compiled loops (`models/winners.py`, `products.py`, `engine/fold.py`) in
+place of PyTorch's kernels.
 
 The loops are compiled by Numba (the extra `fast`) when a process first needs them, in two to four seconds. So they
 serve local training, where steps are many (`used`), and not a newcomer's few. Without Numba, or where a layer is too
@@ -29,13 +30,14 @@ WIDEST, SLIMMEST = 14, 12  # vectors that are summed at once: with a factor, fou
 LEAST = 2**20  # multiplications of a product, below which it is sooner done than called
 MOST = 2**18  # entries of a matrix, from which on it leaves the cache and dense kernels are faster
 WIDE = 2**17  # entries of the widest linear layer of a model, below which its rounds are too short to compile for
+SEVERAL = 2**12  # values of a sum's entry, below which calling the loop takes as long as the loop saves
 
 _used: ContextVar[bool] = ContextVar("compiled", default=False)
 
 
 @contextmanager
 def used() -> Iterator[None]:
-    """Derivatives are taken here meanwhile, where that is possible and pays."""
+    """Loops serve meanwhile, where that is possible and pays."""
     token = _used.set(True)
     try:
         yield
@@ -123,6 +125,11 @@ def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
     suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and a.shape[0] * b.shape[-1] < MOST
     served = used_on(a, b) and bool(suits) and installed() and fits(a, b, total)
     return served and outruns_mkl() and bool(torch_library())
+
+
+def adds(values: Tensor, together: int) -> bool:
+    """Whether a loop adds these values to a sum of so many together; with or without it, the sum is the same."""
+    return _used.get() and _plain(values) and values.numel() >= SEVERAL and together >= WIDE and installed()
 
 
 def _plain(*values: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""The loops of `models/winners.py`, compiled by Numba. What is compiled is not kept in files: Numba's are pickles.
+"""The loops of `models/winners.py`, and the sum's, compiled by Numba. What is compiled is not kept in files: Numba's
+are pickles.
 
 Images are samples x pixels x channels. A sample's inputs are copied into a frame of zeros two pixels wide, in blocks of
 16 channels, so that a row of a patch is 80 numbers one after another and a block of the frame fits the first cache. Two
@@ -302,3 +303,10 @@ def change(y: Any, winners: Any, x: Any, w: Any, dy: Any, breadth: int) -> None:
         for o in range(outputs):
             for e in range(counts[o]):
                 dy[n, whose[o, e], o] = sums[o, e]
+
+
+@compiled
+def add_rounded(total: Any, values: Any, factor: float) -> None:
+    """total <- total + values * factor, rounded to whole numbers, halves to even ones: `engine/fold.py` in one pass."""
+    for i in range(len(values)):
+        total[i] += np.int64(np.rint(np.float64(values[i]) * factor))
