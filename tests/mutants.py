@@ -53,6 +53,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/compiled.py", "token = _used.set(True)", "token = _used.set(False)"),
     ("models/trace.py", "one.rectified = type(following) is Relu", "one.rectified = True"),
     ("models/trace.py", "wide and type(following) is Relu", "wide"),
+    ("models/rows.py", "whole = columns - columns % WIDE", "whole = columns"),
+    ("models/rows.py", "len(bits) - len(bits) % LANES", "len(bits)"),
     ("models/rows.py", "        shrink = np.float32(1)\n", ""),
     ("models/rows.py", "totals[r, c] *= shrink", "pass"),
     ("models/rows.py", "elif shrink == 0:", "elif False:"),

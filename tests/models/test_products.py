@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = 5
 ASKED = compiled.outruns_mkl
 MODEL = mlp(784, (200, 200), CLASSES)
-SHAPES = [(200, 64, 784), (64, 200, 200), (96, 131, 104), (200, 64, 96)]  # rows, depth, columns
+SHAPES = [(200, 64, 784), (64, 200, 200), (96, 131, 104), (203, 70, 96)]  # rows, depth, columns
 
 
 @pytest.fixture(autouse=True)

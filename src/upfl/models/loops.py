@@ -118,7 +118,7 @@ def until_zero(
     return result
 
 
-def _repeat(build: Any, times: Any, start: Sequence[Any], once: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+def repeat(build: Any, times: Any, start: Sequence[Any], once: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Vectors after `once(i, vectors)` for i = 0, 1, ..., at least once."""
     less = lambda left: build.sub(left, number(1))  # noqa: E731
     return until_zero(build, times, less, start, lambda left, now: once(build.sub(times, left), now))
@@ -138,7 +138,7 @@ def add_rows(context: Any, to: Any, rows: Any, places: Any, factors: Any, count:
                 for (at, lanes), one in zip(pieces(ROW), sums, strict=True)
             ]
 
-        sums = _repeat(build, count, [load(build, to, *piece) for piece in pieces(ROW)], once)
+        sums = repeat(build, count, [load(build, to, *piece) for piece in pieces(ROW)], once)
         for piece, one in zip(pieces(ROW), sums, strict=True):
             build.store(one, vector(build, to, *piece), align=4)
         return target.get_dummy_value()
@@ -169,7 +169,7 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
                 for a, b in zip(vectors[::2], vectors[1::2], strict=True)
             ]
 
-        sums = _repeat(build, number(5), [zeros()] * AT_ONCE, once)
+        sums = repeat(build, number(5), [zeros()] * AT_ONCE, once)
         sums = paired(sums, _pick(0, 8, 2, 10, 4, 12, 6, 14), _pick(1, 9, 3, 11, 5, 13, 7, 15))
         sums = paired(sums, _pick(0, 1, 8, 9, 4, 5, 12, 13), _pick(2, 3, 10, 11, 6, 7, 14, 15))
         (eight,) = paired(sums, _pick(0, 1, 2, 3, 8, 9, 10, 11), _pick(4, 5, 6, 7, 12, 13, 14, 15))

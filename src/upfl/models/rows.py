@@ -3,9 +3,10 @@
     total[r] <- beta * total[r] + alpha * sum_k a[r, k] * b[k]       over the k where a[r, k] is not zero
 
 Where beta is 0, what total held does not count. Up to 64 rows of b are gone through together, in pieces of up to 112
-columns, which fit the first cache. Which of these k are open is a bit for each in a word. A piece of a row of total is
-summed in registers (`add_open`), whatever the processor in the same order, and added in the end; where fused
-multiply-add is missing, it is rounded twice.
+columns, which fit the first cache and are copied together, so that they lie in few pages and begin where cache lines
+do. Which of these k are open is a bit for each in a word. A piece of a row of total is summed in registers
+(`add_open`), whatever the processor in the same order, and added in the end; where fused multiply-add is missing, it is
+rounded twice.
 
 PyTorch calls the loop by its stable C interface, without Python: between the products of a step, Python would take as
 long as the loop saves (20 microseconds where its code has left the cache). Addresses and handles are numbers.
@@ -27,6 +28,8 @@ from numba import types
 from upfl.models.compiled import LANES, SLIMMEST, WIDEST, torch_library
 from upfl.models.loops import (
     FLOAT,
+    I64,
+    WIDE,
     address,
     compiled,
     element,
@@ -35,6 +38,7 @@ from upfl.models.loops import (
     load,
     number,
     pieces,
+    repeat,
     spread,
     until_zero,
     vector,
@@ -42,6 +46,7 @@ from upfl.models.loops import (
 )
 
 DEEP = 64
+PANEL = WIDEST * LANES  # numbers of a row of b that are gone through together
 _carray, _pointer = cast(Any, numba).carray, cast(Any, types).CPointer  # without types of their own
 
 
@@ -111,21 +116,77 @@ def _double(context: Any, at: Any) -> Any:
     return types.float64(types.uintp), code
 
 
+@inline
+def _open_places(context: Any, to: Any, values: Any, down: Any, count: Any) -> Any:
+    """to[c] <- a bit i for each row i in which column c is not zero, for as many columns as a vector has.
+
+    Rows are `down` bytes apart, and at most as many as a word has bits.
+    """
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        to, values, down, count = arguments
+        words = ir.VectorType(I64, LANES)
+        none, one = (ir.Constant(words, [value] * LANES) for value in (0, 1))
+
+        def once(i: Any, now: list[Any]) -> list[Any]:
+            sums, bit = now
+            row = load(build, build.add(values, build.mul(i, down)))
+            some = build.select(build.fcmp_unordered("!=", row, zeros()), bit, none)
+            return [build.or_(sums, some), build.shl(bit, one)]
+
+        sums, _ = repeat(build, count, [none, one], once)
+        build.store(sums, build.inttoptr(to, words.as_pointer()), align=8)
+        return target.get_dummy_value()
+
+    return types.void(*[types.uintp] * 4), code
+
+
+@inline
+def _mask(context: Any, values: Any) -> Any:
+    """A bit for each of the 16 numbers at an address that is not zero."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        row = load(build, arguments[0], 0, WIDE)
+        bits = build.bitcast(build.fcmp_unordered("!=", row, zeros(WIDE)), ir.IntType(WIDE))
+        return build.zext(bits, I64)
+
+    return types.uint64(types.uintp), code
+
+
+@inline
+def _copy(context: Any, to: Any, row: Any, count: Any) -> Any:
+    """So many vectors of a row, to another place."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        to, row, count = arguments
+
+        def once(i: Any, sums: list[Any]) -> list[Any]:
+            on = build.mul(i, number(4 * LANES))
+            build.store(load(build, build.add(row, on)), vector(build, build.add(to, on), 0), align=4)
+            return []
+
+        repeat(build, count, [], once)
+        return target.get_dummy_value()
+
+    return types.void(*[types.uintp] * 3), code
+
+
 @compiled
-def _opened(a: Any, down: int, across: int, first: int, last: int, bits: Any) -> None:
-    """Which of the columns from `first` on of each row of a are not zero, a bit for each."""
-    none = np.uint64(0)
-    for r in range(len(bits)):
-        bits[r] = none
-    if across == 1:
-        for r in range(len(bits)):
-            for i in range(last - first):
-                bits[r] |= np.uint64(a[r * down + first + i] != 0) << np.uint64(i)
-    else:
-        for i in range(last - first):
-            bit = np.uint64(1) << np.uint64(i)
-            for r in range(len(bits)):
-                bits[r] |= bit if a[r + (first + i) * across] != 0 else none
+def _opened(a: int, down: int, across: int, first: int, last: int, bits: Any) -> None:
+    """Which of the columns from `first` on of each row of a, an address, are not zero, a bit for each."""
+    values, columns = _carray(_floats(a), (len(bits) * down + last * across,)), last - first
+    rows = 0 if across == 1 else len(bits) - len(bits) % LANES  # whose columns are gone through side by side
+    for r in range(0, rows, LANES):
+        at = a + address(4 * (r + first * across))
+        _open_places(address(bits.ctypes.data) + address(8 * r), at, address(4 * across), address(columns))
+    for r in range(rows, len(bits)):
+        word, start = np.uint64(0), r * down + first * across
+        whole = columns - columns % WIDE if across == 1 else 0
+        for i in range(0, whole, WIDE):
+            word |= _mask(a + address(4 * (start + i))) << np.uint64(i)
+        for i in range(whole, columns):
+            word |= np.uint64(values[start + i * across] != 0) << np.uint64(i)
+        bits[r] = word
 
 
 @compiled
@@ -135,18 +196,21 @@ def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta
     vectors, line = breadth // LANES, address(4 * breadth)
     parts, layers = -(-vectors // WIDEST), -(-depth // DEEP)
     bits, shrink, factor = np.empty(rows, np.uint64), np.float32(beta), np.float32(alpha)
-    values, totals = _carray(_floats(a), (rows * depth,)), _carray(_floats(total), (rows, breadth))
+    totals, room = _carray(_floats(total), (rows, breadth)), np.empty(DEEP * PANEL + 16, np.float32)
+    panel = (address(room.ctypes.data) + address(63)) & ~address(63)
     for layer in range(layers):
         top, bottom = depth * layer // layers, depth * (layer + 1) // layers
-        _opened(values, down, across, top, bottom, bits)
+        _opened(a, down, across, top, bottom, bits)
         for part in range(parts):
             left, right = vectors * part // parts, vectors * (part + 1) // parts
-            offset, count = address(4 * LANES * left), address(right - left)
-            source, to = b + address(top) * line + offset, total + offset
+            count, offset = address(right - left), address(4 * LANES * left)
+            for i in range(bottom - top):
+                _copy(panel + address(4 * PANEL * i), b + address(top + i) * line + offset, count)
+            to = total + offset
             for r in range(rows):
                 if bits[r]:
-                    factors = a + address(4 * (r * down + top * across))
-                    add_open(to, source, line, factors, address(4 * across), bits[r], count, shrink, factor)
+                    factors, on = a + address(4 * (r * down + top * across)), address(4 * across)
+                    add_open(to, panel, address(4 * PANEL), factors, on, bits[r], count, shrink, factor)
                 elif shrink == 0:
                     totals[r, LANES * left : LANES * right] = 0
                 else:
@@ -154,6 +218,7 @@ def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta
                         totals[r, c] *= shrink
                 to += line
         shrink = np.float32(1)
+    room[0] = 0  # an array lives as long as it is spoken of, and its address does not count
 
 
 _once = threading.Lock()  # of two registrations, one would be forgotten with its code, which may be what is called
