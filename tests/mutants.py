@@ -54,7 +54,6 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("models/trace.py", "one.rectified = type(following) is Relu", "one.rectified = True"),
     ("models/trace.py", "wide and type(following) is Relu", "wide"),
     ("models/rows.py", "whole = columns - columns % WIDE", "whole = columns"),
-    ("models/rows.py", "len(bits) - len(bits) % LANES", "len(bits)"),
     ("models/rows.py", "        shrink = np.float32(1)\n", ""),
     ("models/rows.py", "totals[r, c] *= shrink", "pass"),
     ("models/rows.py", "elif shrink == 0:", "elif False:"),
