@@ -32,6 +32,7 @@ from upfl.training.fedtta import FedTTA
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDE = Case(convnet((3, 26, 30), CLASSES, hidden=16, width=0.5), forward_convnet, (3, 26, 30))
 SHAPES = [(16, 24, 13, 15), (32, 5, 12, 12), (48, 8, 13, 12)]  # inputs, outputs, height, breadth
+SLIM = [(1, 5, 13, 15), (2, 16, 12, 13), (3, 32, 14, 12)]
 
 
 @pytest.fixture
@@ -86,6 +87,53 @@ def test_gradients_are_those_of_the_rectified_pooled_convolution(shape: tuple[in
         assert one.is_contiguous(memory_format=torch.channels_last)
         assert distance({"": one.double()}, {"": other}) < 1e-6
     assert winners.gradients(u, made.winners, made.x, made.w, False, False) == (None, None)
+
+
+@pytest.mark.parametrize("shape", SLIM)
+def test_an_images_few_channels_have_the_same_gradient_of_the_weights(shape: tuple[int, int, int, int]) -> None:
+    from upfl.models import winners
+
+    made, x, w = layer(shape)
+    u = torch.randn(made.y.shape, generator=generator(1))
+    weight = w.double().requires_grad_()
+    (expected,) = torch.autograd.grad((opened(x.double(), weight) * u).sum(), weight)
+    dx, dw = winners.gradients(u * (made.y > 0), made.winners, made.x, made.w, False, True)
+    assert dx is None
+    assert dw is not None
+    assert dw.is_contiguous(memory_format=torch.channels_last)
+    assert distance({"": dw.double()}, {"": expected}) < 1e-6
+
+
+@pytest.mark.parametrize("shape", SLIM)
+def test_what_is_not_finite_in_one_image_does_not_reach_what_others_teach(shape: tuple[int, int, int, int]) -> None:
+    """Nor does the number behind a row of a patch, where a vector is longer than the row."""
+    from upfl.models import winners
+
+    made, _, w = layer(shape)
+    gy = torch.zeros_like(made.y)
+    gy[2, 3, 1, 1] = 1.0
+    made.x[3] = torch.nan
+    made.x[2, :, 6:] = torch.inf  # at most rows 0 to 5 are below the winner
+    _, dw = winners.gradients(gy, made.winners, made.x, w, False, True)
+    assert dw is not None
+    assert dw[3].any()
+    assert dw.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SLIM)
+def test_the_gradient_of_an_images_pixels_is_the_dense_kernels(
+    shape: tuple[int, int, int, int], calls: list[str]
+) -> None:
+    made, _, _ = layer(shape)
+    u = torch.randn(made.y.shape, generator=generator(1))
+    expected = made.backward(u.clone(), None, True)
+    with compiled.used():
+        ours = made.backward(u.clone(), None, True)
+    assert ours is not None
+    assert expected is not None
+    assert torch.equal(ours, expected)
+    assert not calls
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -179,7 +227,9 @@ def test_the_loops_can_be_compiled_ahead() -> None:
     made, _, w = layer(SHAPES[0])
     winners.gradients(made.y, made.winners, made.x, w, True, True)
     winners.change(made.y, made.winners, made.x, w)
-    for loop in (loops.weights, loops.inputs, loops.change):
+    made, _, w = layer(SLIM[0])
+    winners.gradients(made.y, made.winners, made.x, w, False, True)
+    for loop in (loops.weights, loops.slim_weights, loops.inputs, loops.change):
         assert len(vars(loop)["overloads"]) == 1
 
 
@@ -243,6 +293,7 @@ def test_they_serve_local_steps_in_single_precision_and_nothing_else(monkeypatch
         assert compiled.serves(x, w)
         assert not compiled.serves(x[:, :, 1:], w)  # too small
         assert not compiled.serves(x[:, :8], w[:, :8])  # not a block of channels
+        assert compiled.serves(x[:, :3], w[:, :3])  # an image
         assert not compiled.serves(x.double(), w.double())
         with torch.enable_grad():
             assert not compiled.serves(x, w)
@@ -295,7 +346,7 @@ def test_a_run_uses_them_in_training_alone_and_has_the_same_bits_with_two_worker
     monkeypatch.setattr(FedTTA, "guided", guided)
     alone = ran(config, tmp_path / "alone")
     steps = 2 * 4 * 3  # rounds, clients, iterations
-    assert calls.count("gradients") == steps * 5
+    assert calls.count("gradients") == steps * (5 + 3)  # of both layers; the first one's inputs have no gradient
     assert calls.count("change") == steps * 2
     assert evaluated
     assert set(evaluated) == {len(calls)}  # newcomers' steps added none
@@ -305,11 +356,13 @@ def test_a_run_uses_them_in_training_alone_and_has_the_same_bits_with_two_worker
 DIGEST = """
 import hashlib, torch
 from upfl.models import winners
-from tests.models.test_compiled import SHAPES, layer
+from tests.models.test_compiled import SHAPES, SLIM, layer
 made, _, _ = layer(SHAPES[2])
 dx, dw = winners.gradients(made.y.relu(), made.winners, made.x, made.w, True, True)
 dy = winners.change(made.y, made.winners, made.x, made.w)
-print(hashlib.sha256(b"".join(one.contiguous().numpy().tobytes() for one in (dx, dw, dy))).hexdigest())
+image, _, _ = layer(SLIM[2])
+_, own = winners.gradients(image.y.relu(), image.winners, image.x, image.w, False, True)
+print(hashlib.sha256(b"".join(one.contiguous().numpy().tobytes() for one in (dx, dw, dy, own))).hexdigest())
 """
 
 

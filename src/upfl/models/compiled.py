@@ -24,6 +24,7 @@ from upfl.errors import ConfigError
 
 # Who is served decides about bits: these numbers stay as they are.
 BLOCK = 16  # channels of the input that are gone through together
+SLIM = 3  # channels, if fewer than a block: a row of a patch, 15 numbers, fits the widest vector
 SMALLEST = 12 * 12  # pixels of the input below which too little is to be gained
 LANES = 8  # numbers in a vector; where the processor's are shorter, LLVM takes several
 WIDEST, SLIMMEST = 14, 12  # vectors that are summed at once: with a factor, fourteen fit AVX2's sixteen registers
@@ -83,12 +84,17 @@ def loaded(name: str) -> Any:
 
 def pays(channels: int, pixels: int) -> bool:
     """Whether a layer with inputs of this form is served."""
-    return channels % BLOCK == 0 and pixels >= SMALLEST
+    return (channels % BLOCK == 0 or channels <= SLIM) and pixels >= SMALLEST
 
 
 def serves(x: Tensor, w: Tensor) -> bool:
     """Whether derivatives for these inputs and weights are taken here."""
     return used_on(x, w) and pays(w.shape[1], x.shape[-2] * x.shape[-1]) and installed()
+
+
+def slim(w: Tensor) -> bool:
+    """Whether inputs have fewer channels than a block: then only the gradient of the weights is taken here."""
+    return w.shape[1] <= SLIM
 
 
 def used_on(*values: Tensor) -> bool:

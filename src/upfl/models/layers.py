@@ -219,7 +219,7 @@ class ConvPass:
 
     def _change(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of x by w at the winners, with channels last; where no rectifier is open it may be zero."""
-        if self.rectified and compiled.serves(x, w):
+        if self.rectified and compiled.serves(x, w) and not compiled.slim(w):
             dy: Tensor = compiled.loaded("winners").change(self.y, self.winners, x, w)
             return dy if bias is None else dy.add_(bias.view(1, -1, 1, 1))
         samples, channels, height, width = self.winners.shape
@@ -228,18 +228,18 @@ class ConvPass:
 
     def _unpooled(self, gy: Tensor) -> Tensor:
         """The gradient before pooling; at the winners alone it is as it comes."""
-        if self.at_winners:
-            return gy
+        return gy if self.at_winners else self._pooled_from(gy)
+
+    def _pooled_from(self, gy: Tensor) -> Tensor:
         return _pool_backward(gy, self.z, [2, 2], [2, 2], [0, 0], [1, 1], False, self.winners)  # type: ignore[no-any-return]
 
     def _gradients(self, g: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool) -> tuple[Any, Any]:
-        if self.at_winners:
-            dx, dw = compiled.loaded("winners").gradients(g, self.winners, x, w, inputs, weight)
-        else:
-            dx, dw, _ = _convolution_backward(
-                g, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [inputs, weight, False]
-            )
-        return dx, dw
+        if self.at_winners and inputs and compiled.slim(w):
+            g = self._pooled_from(g)
+        elif self.at_winners:
+            return compiled.loaded("winners").gradients(g, self.winners, x, w, inputs, weight)  # type: ignore[no-any-return]
+        mask = [inputs, weight, False]
+        return _convolution_backward(g, x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, mask)[:2]  # type: ignore[no-any-return]
 
 
 def _rows(image: Tensor) -> Tensor:

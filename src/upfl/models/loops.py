@@ -7,6 +7,10 @@ small pieces, written in LLVM's instructions because a loop in Python does not k
 
     add_rows    a row of 80 numbers <- itself + sum_i g_i * (the row at place i)
     add_dots    eight numbers       <- themselves + <five rows of weights, the patch at place k>
+    add_patches five rows of 16     <- themselves + sum_i g_i * (the patch at place i)
+
+The last is for inputs of up to three channels, such as an image's: they are framed as they lie, and a row of a patch
+fits a vector, of which the numbers behind the row do not count.
 
 Rows are added in vectors of 16, which LLVM splits where the processor's are shorter. Each number is summed in
 the same order on every processor; where fused multiply-add is missing, it is rounded twice. Places are offsets in
@@ -179,6 +183,27 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
     return types.void(*[types.uintp] * 5), code
 
 
+@inline
+def add_patches(context: Any, to: Any, frame: Any, down: Any, places: Any, factors: Any, count: Any) -> Any:
+    """to <- to + sum_i factors[i] * (the patch at frame + places[i]), five rows that are `down` bytes apart there."""
+
+    def code(target: Any, build: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        to, frame, down, places, factors, count = arguments
+        offsets = [build.mul(down, number(r)) for r in range(5)]
+
+        def once(i: Any, sums: list[Any]) -> list[Any]:
+            patch, factor = _place(build, frame, places, i), spread(build, element(build, factors, FLOAT, i))[WIDE]
+            rows = [load(build, build.add(patch, offset), 0, WIDE) for offset in offsets]
+            return [fused(build, factor, row, one) for row, one in zip(rows, sums, strict=True)]
+
+        sums = repeat(build, count, [load(build, to, WIDE * r, WIDE) for r in range(5)], once)
+        for r, one in enumerate(sums):
+            build.store(one, vector(build, to, WIDE * r, WIDE), align=4)
+        return target.get_dummy_value()
+
+    return types.void(*[types.uintp] * 6), code
+
+
 @compiled
 def _framed(x: Any, n: int, frame: Any, breadth: int) -> None:
     """Copy a sample between the zeros: frame is blocks x pixels x 16."""
@@ -197,8 +222,11 @@ def _empty_frame(x: Any, breadth: int) -> Any:
 
 
 @compiled
-def _open(value: Any, winners: Any, n: int, positive: bool, breadth: int, lists: Any) -> None:
-    """For each output channel of a sample its open winners: how many, where in the frame, which pixel, the value."""
+def _open(value: Any, winners: Any, n: int, positive: bool, breadth: int, channels: int, lists: Any) -> None:
+    """For each output channel of a sample its open winners: how many, where in the frame, which pixel, the value.
+
+    The frame has so many channels, one number after another.
+    """
     counts, places, pixels, values = lists
     half, wide = breadth // 2, breadth + 2 * FRAME
     counts[:] = 0
@@ -208,7 +236,7 @@ def _open(value: Any, winners: Any, n: int, positive: bool, breadth: int, lists:
             offset = winners[n, p, o] - (top * breadth + left)  # 0 or 1, or a line further down
             offset = offset if offset < 2 else offset - breadth + wide
             one, i = value[n, p, o], counts[o]
-            places[o, i] = (top * wide + left + offset) * BLOCK * 4
+            places[o, i] = (top * wide + left + offset) * channels * 4
             pixels[o, i], values[o, i] = p, one
             counts[o] = i + (one > 0 if positive else one != 0)  # no branch: it could not be foreseen
 
@@ -239,13 +267,36 @@ def weights(gy: Any, winners: Any, x: Any, dw: Any, breadth: int) -> None:
     dw[:] = 0
     for n in range(samples):
         _framed(x, n, frame, breadth)
-        _open(gy, winners, n, False, breadth, lists)
+        _open(gy, winners, n, False, breadth, BLOCK, lists)
         for block in range(dw.shape[0]):
             for o in range(outputs):
                 if counts[o]:
                     for r in range(5):
                         source = _at(frame[block]) + address(r * down)
                         add_rows(_at(dw[block, o, r]), source, _at(places[o]), _at(values[o]), address(counts[o]))
+
+
+@compiled
+def slim_weights(gy: Any, winners: Any, x: Any, dw: Any, breadth: int) -> None:
+    """dw, outputs x 5 x 16, likewise, of inputs with so few channels that a row of a patch is not longer than that."""
+    samples, pixels, outputs = gy.shape
+    height, channels = x.shape[1] // breadth, x.shape[2]
+    wide, line = (breadth + 2 * FRAME) * channels, breadth * channels
+    frame, lists = np.zeros((height + 2 * FRAME) * wide + WIDE, np.float32), _lists(outputs, pixels)
+    rows = x.reshape(samples, height, line)
+    counts, places, _, values = lists
+    dw[:] = 0
+    for n in range(samples):
+        for r in range(height):
+            start = (r + FRAME) * wide + FRAME * channels
+            for i in range(line):
+                frame[start + i] = rows[n, r, i]
+        _open(gy, winners, n, False, breadth, channels, lists)
+        for o in range(outputs):
+            if counts[o]:
+                add_patches(
+                    _at(dw[o]), _at(frame), address(4 * wide), _at(places[o]), _at(values[o]), address(counts[o])
+                )
 
 
 @compiled
@@ -292,7 +343,7 @@ def change(y: Any, winners: Any, x: Any, w: Any, dy: Any, breadth: int) -> None:
     down = address(4 * (breadth + 2 * FRAME) * BLOCK)
     for n in range(samples):
         _framed(x, n, frame, breadth)
-        _open(y, winners, n, True, breadth, lists)
+        _open(y, winners, n, True, breadth, BLOCK, lists)
         sums[:] = 0
         for block in range(w.shape[0]):
             for o in range(outputs):

@@ -19,21 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upfl.models import loops
+from upfl.models import compiled, loops
 from upfl.models.compiled import BLOCK
 
 
 def gradients(
     gy: Tensor, winners: Tensor, x: Tensor, w: Tensor, inputs: bool, weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What `convolution_backward` gives of the gradient of the pooled outputs: the inputs' and the weights'."""
+    """What `convolution_backward` gives of the gradient of the pooled outputs: the inputs' and the weights'.
+
+    The inputs' not where they have few channels (`compiled.slim`).
+    """
     _check(gy, winners, x, w)
     g, at, dx, dw = _pixels(gy), _pixels(winners), None, None
     if inputs:
         dx = torch.empty_like(x, memory_format=torch.channels_last)
         loops.inputs(g, at, _blocks(w).transpose(1, 2).contiguous().numpy(), _pixels(dx), x.shape[3])
-    if weight:
-        outputs, channels = w.shape[:2]
+    outputs, channels = w.shape[:2]
+    if weight and compiled.slim(w):
+        rows = torch.empty(outputs, 5, loops.WIDE)
+        loops.slim_weights(g, at, _pixels(x), rows.numpy(), x.shape[3])
+        dw = rows[:, :, : 5 * channels].contiguous().view(outputs, 5, 5, channels).permute(0, 3, 1, 2)
+    elif weight:
         blocks = torch.empty(channels // BLOCK, outputs, 5, 5 * BLOCK)
         loops.weights(g, at, _pixels(x), blocks.numpy(), x.shape[3])
         flat = blocks.view(-1, outputs, 5, 5, BLOCK).permute(1, 2, 3, 0, 4)
@@ -78,4 +85,5 @@ def warm() -> None:
     x, w = torch.zeros(1, BLOCK, 2, 2), torch.zeros(1, BLOCK, 5, 5)
     y, at = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     gradients(y, at, x, w, True, True)
+    gradients(y, at, x[:, :1], w[:, :1], False, True)
     change(y, at, x, w)
