@@ -26,7 +26,7 @@ from upfl.training.fedtta import FedTTA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = 5
-ASKED = compiled.outruns_mkl
+ASKED, SKIPPING = compiled.outruns_mkl, compiled.skipping_outruns_mkl
 MODEL = mlp(784, (200, 200), CLASSES)
 SHAPES = [(200, 64, 784), (64, 200, 200), (96, 131, 104), (203, 70, 96)]  # rows, depth, columns
 
@@ -34,7 +34,8 @@ SHAPES = [(200, 64, 784), (64, 200, 200), (96, 131, 104), (203, 70, 96)]  # rows
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left to MKL on Intel's processors is tried there, too."""
-    monkeypatch.setattr(compiled, "outruns_mkl", lambda: True)
+    for asked in ("outruns_mkl", "skipping_outruns_mkl"):
+        monkeypatch.setattr(compiled, asked, lambda: True)
 
 
 def factors(rows: int, depth: int, columns: int, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,14 +164,24 @@ def test_they_serve_large_products_of_local_steps_in_single_precision_and_nothin
         assert not compiled.multiplies(a, b, total)
 
 
-@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("intel", [True, False])
+@pytest.mark.parametrize("told", [{"amx_tile": True}, {"amx_tile": False}, {}, None])
 @torch.no_grad()
-def test_products_are_left_to_mkl_where_it_is_fastest(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "outruns_mkl", lambda: not left)
+def test_products_are_left_to_mkl_where_it_is_fastest(
+    intel: bool, told: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "outruns_mkl", lambda: not intel)
+    monkeypatch.setattr(compiled, "skipping_outruns_mkl", SKIPPING.__wrapped__)
+    if told is None:  # an earlier PyTorch
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
     a, b = torch.ones(64, 1024), torch.ones(1024, 200)
     with compiled.used():
-        assert products.direct(a, b) is not left
-        assert compiled.multiplies(a[:, :200].contiguous(), b[:200]) is not left
+        assert products.direct(a, b) is not intel
+        assert compiled.multiplies(a[:, :200].contiguous(), b[:200]) is (
+            not intel or (told or {}).get("amx_tile", False)
+        )
 
 
 @pytest.mark.parametrize(("library", "ours"), [({}, True), ({"says": 0}, True), ({"says": 1}, False)])

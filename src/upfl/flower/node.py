@@ -79,7 +79,7 @@ def run(address: str, options: list[str]) -> int:
         signal.signal(signal.SIGINT, end)
         if compiled.installed():  # once, not for each message
             compiled.loaded("winners").warm()
-            if compiled.outruns_mkl() and compiled.torch_library():
+            if compiled.skipping_outruns_mkl() and compiled.torch_library():
                 compiled.loaded("rows").register()
         return _serve(address, secret, supernode, running)
 

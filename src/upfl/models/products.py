@@ -1,11 +1,12 @@
 """Matrix products of linear layers, each by the fastest kernel that there is.
 
-On Intel's processors that is MKL's (`compiled.outruns_mkl`). On others two kinds of products are taken elsewhere.
+Mostly that is MKL's. Two kinds of products are taken elsewhere, where it pays (`models/compiled.py`).
 
 Large ones are oneDNN's (`direct`): outputs, and gradients of inputs and of weights. PyTorch leaves matrices to MKL,
 which does not use AVX-512 on processors that are not Intel's: it takes up to 2.7 times as long there.
 
-Others have a first factor that is zero wherever a rectifier is shut. It passes no gradient back: about half of the
+Others have a first factor that is zero wherever a rectifier is shut; there, and on Intel's newer processors, they are a
+loop's (`compiled.skipping_outruns_mkl`). A shut rectifier passes no gradient back: about half of the
 gradient a of a linear layer's outputs is zero, in no pattern, and a dense kernel multiplies by it all the same. Here
 only what is open is gone through, so that what others would be multiplied by does not count, finite or not:
 
