@@ -1,6 +1,6 @@
 """State: a flat dict of named tensors. One safetensors file, one message, one sum."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -71,6 +71,28 @@ class AlignedStates(Sequence[State]):
 
     def __getitem__(self, index: Any) -> Any:
         return all_aligned(self._states[index])
+
+
+class Factored(Mapping[str, Tensor]):
+    """A state some of whose matrices are outer products of a column and a row, formed each time they are asked for."""
+
+    def __init__(self, whole: State, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        self.whole, self.factors = whole, factors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.outer(*self.factors[name]) if name in self.factors else self.whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.whole
+        yield from self.factors
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.factors)
+
+
+def factors(state: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor] | None:
+    """The column and the row that an entry is the product of, where a state has it so."""
+    return state.factors.get(name) if isinstance(state, Factored) else None
 
 
 def set_first(frozen: Any, **fields: Any) -> None:

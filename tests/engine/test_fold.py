@@ -1,7 +1,7 @@
 """The exact sum over clients."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from upfl.engine.fold import FixedPointSum
+from upfl.engine.fold import CHUNK, FixedPointSum
 from upfl.errors import BadClientError
 from upfl.models import compiled
 from upfl.randomness import generator
-from upfl.state import State
+from upfl.state import Factored, State
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +43,7 @@ uploads = st.integers(1, 8).flatmap(
 )
 
 
-def _summed(ups: Sequence[State], like: State, clients: int) -> FixedPointSum:
+def _summed(ups: Sequence[Mapping[str, Tensor]], like: Mapping[str, Tensor], clients: int) -> FixedPointSum:
     total = FixedPointSum(like, clients)
     for up in ups:
         total.add(up)
@@ -189,3 +189,49 @@ def test_a_mean_divides_by_the_sum_of_weights() -> None:
     total.add({"x": torch.tensor([2.0, 4.0]), "weight": torch.tensor(2.0)})
     total.add({"x": torch.tensor([9.0, -3.0]), "weight": torch.tensor(3.0)})
     assert total.mean("x").tolist() == pytest.approx([2.2, 0.2])
+
+
+# Outer products that are left in their factors
+
+
+def _factored(column: Tensor, row: Tensor) -> Factored:
+    return Factored({"weight": torch.tensor(1.0)}, {"head": (column, row)})
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (3, CHUNK + 5), (2 * CHUNK + 1, 1), (1300, 100)])
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_outer_product_is_added_to_the_bits_of_the_matrix(
+    shape: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "adds", lambda values, together: fast)
+    source = generator(0, str(shape))
+    column, row = (torch.randn(length, generator=source) for length in shape)
+    up = _factored(column, row)
+    whole = {"weight": torch.tensor(1.0), "head": torch.outer(column, row)}
+    assert set(up) == set(whole)
+    assert len(up) == 2
+    assert torch.equal(_summed([up, up], up, 2).buffer, _summed([whole, whole], up, 2).buffer)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_outer_product_that_cannot_be_added_is_refused(odd: float, where: int) -> None:
+    good = torch.ones(5), torch.full((4,), 2.0)
+    total = _summed([_factored(*good)], _factored(*good), 2)
+    before = total.buffer.clone()
+    bad = [factor.clone() for factor in good]
+    bad[where][2] = odd
+    with pytest.raises(BadClientError, match="head is not finite or too large"):
+        total.add(_factored(*bad))
+    with pytest.raises(BadClientError, match=r"head is torch.float32 \[4, 5\], expected torch.float32 \[5, 4\]"):
+        total.add(_factored(*reversed(good)))
+    assert torch.equal(total.buffer, before)
+
+
+def test_the_bounds_of_an_outer_product_are_those_of_its_values() -> None:
+    column, row = torch.tensor([-3.0, 0.0, 2.0]), torch.tensor([-2.0, 1.0])
+    most = 2.0 ** (62 - 40)
+    like = _factored(column, row)
+    FixedPointSum(like, 1).add(_factored(column, row * most / 6))  # the largest is 3 * 2, the limit itself
+    with pytest.raises(BadClientError, match="too large"):
+        FixedPointSum(like, 1).add(_factored(column, row * most / 5.99))

@@ -13,6 +13,7 @@ from torch import Tensor
 from upfl.contract import Total
 from upfl.errors import BadClientError
 from upfl.models import compiled
+from upfl.state import factors
 
 BITS = 40
 CHUNK = 1 << 16  # values converted at once: the conversion's intermediates stay in the cache
@@ -51,21 +52,21 @@ class FixedPointSum(Total):
     def add(self, up: Mapping[str, Tensor]) -> None:
         """Add what one client sent, or refuse it and change nothing."""
         self.check(up)
-        for name, value in up.items():
-            flat, into = value.detach().reshape(-1).cpu(), self.buffer[self._spans[name]]
-            if not value.is_floating_point():
-                into += flat
-                continue
-            factor = 2.0 ** self._bits[name]
-            if compiled.adds(flat, len(self.buffer)):
-                compiled.loaded("loops").add_rounded(into.numpy(), flat.numpy(), factor)
-                continue
-            for start in range(0, len(flat), CHUNK):
-                part = flat[start : start + CHUNK]
-                scaled = torch.mul(part, factor, out=self._scratch[: len(part)])
-                into[start : start + CHUNK] += scaled.round_().long()
+        for name in up:
+            into = self.buffer[self._spans[name]]
+            for start, part in _parts(up, name):
+                self._add(into[start : start + len(part)], part, 2.0 ** self._bits[name])
         self.buffer[-1] += 1
         self.merged()
+
+    def _add(self, into: Tensor, values: Tensor, factor: float) -> None:
+        if not values.is_floating_point():
+            into += values
+        elif compiled.adds(values, len(self.buffer)):
+            compiled.loaded("loops").add_rounded(into.numpy(), values.numpy(), factor)
+        else:
+            for ours, some in zip(into.split(CHUNK), values.split(CHUNK), strict=True):  # type: ignore[no-untyped-call]
+                ours += torch.mul(some, factor, out=self._scratch[: len(some)]).round_().long()
 
     def disturb(self, name: str, noise: Tensor) -> None:
         """Add noise to an entry's sum, as exactly as values are added."""
@@ -99,11 +100,42 @@ class FixedPointSum(Total):
         if up.keys() != self._shapes.keys():
             odd = sorted(up.keys() ^ self._shapes.keys())
             raise BadClientError(f"names differ from what was expected: {', '.join(odd[:5])}")
-        for name, value in up.items():
-            shape, dtype = self._shapes[name]
-            if (value.shape, value.dtype) != (shape, dtype):
-                raise BadClientError(f"{name} is {value.dtype} {list(value.shape)}, expected {dtype} {list(shape)}")
-            if value.numel():
-                low, high = (bound.item() for bound in value.aminmax())
+        for name in up:
+            (found, kind), (shape, dtype) = _form(up, name), self._shapes[name]
+            if (found, kind) != (shape, dtype):
+                raise BadClientError(f"{name} is {kind} {list(found)}, expected {dtype} {list(shape)}")
+            if shape.numel():
+                low, high = _bounds(up, name)
                 if not (-self._largest[name] <= low and high <= self._largest[name]):  # false for NaN, too
                     raise BadClientError(f"{name} is not finite or too large (from {low:g} to {high:g})")
+
+
+# An entry that is an outer product (`state.Factored`) is not formed as a whole: it may be larger than all else.
+
+
+def _form(up: Mapping[str, Tensor], name: str) -> tuple[torch.Size, torch.dtype]:
+    if (outer := factors(up, name)) is None:
+        return up[name].shape, up[name].dtype
+    column, row = outer
+    return torch.Size((*column.shape, *row.shape)), torch.promote_types(column.dtype, row.dtype)
+
+
+def _bounds(up: Mapping[str, Tensor], name: str) -> tuple[float, float]:
+    """The smallest and the largest value; not a number if one is none."""
+    if (outer := factors(up, name)) is None:
+        values = up[name]
+    else:  # rounding keeps order: both are products of the factors' own bounds
+        values = torch.outer(*(torch.stack(factor.aminmax()) for factor in outer))
+    low, high = (bound.item() for bound in values.aminmax())
+    return low, high
+
+
+def _parts(up: Mapping[str, Tensor], name: str) -> Iterator[tuple[int, Tensor]]:
+    """The values in a row, in parts with the place where each begins."""
+    if (outer := factors(up, name)) is None:
+        yield 0, up[name].detach().reshape(-1).cpu()
+        return
+    column, row = (factor.detach().cpu() for factor in outer)
+    rows = max(CHUNK // max(len(row), 1), 1)
+    for start in range(0, len(column), rows):
+        yield start * len(row), torch.outer(column[start : start + rows], row).view(-1)

@@ -7,7 +7,6 @@ of the parameters leave the cache.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -22,7 +21,7 @@ from upfl.engine.clients import AHEAD, LocalClient
 from upfl.engine.recorded import Steps, as_written
 from upfl.errors import BadClientError
 from upfl.randomness import default_generator
-from upfl.state import State, all_aligned
+from upfl.state import Factored, State, all_aligned
 
 LOSS = "engine.loss"  # the engine's own entry in the sum
 
@@ -72,7 +71,8 @@ def upload_like(training: Training[Any], server: State, client: LocalClient) -> 
 
 
 def with_loss(up: Mapping[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
-    return ChainMap({LOSS: loss}, up)  # type: ignore[arg-type]
+    more = {LOSS: loss}
+    return Factored(up.whole | more, up.factors) if isinstance(up, Factored) else {**up, **more}
 
 
 def train_alone(

@@ -80,7 +80,7 @@ def skipping_outruns_mkl() -> bool:
 
     AMX tells them; no loop uses it. On a Cascade Lake, whose second cache is half as large, MKL was as fast.
     """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return outruns_mkl() or bool(capabilities.get("amx_tile"))
 
 

@@ -12,8 +12,8 @@ Settled: the mean is weighted by sample count; the gradient norm of H and E is c
 the convolutions and a linear layer to 32 (for an MLP: inputs-200-32); H has a hidden layer of 100, three further ones,
 and one linear head for each parameter tensor. The heads hold 100 numbers for each parameter of the model: 218 million
 for CIFAR-10's ConvNet, 667 million for FEMNIST's. So gradients of heads, outer products of a tensor's change with the
-last hidden layer, are formed one at a time when the sum asks for them. `rank` puts a bottleneck before the heads:
-`rank = 4` has about 20 times fewer parameters.
+last hidden layer, are left in these two factors, which the sum multiplies piece by piece. `rank` puts a bottleneck
+before the heads: `rank = 4` has about 20 times fewer parameters.
 
 Ours, where paper and code are silent: H and E have the weight decay of local training; the last hidden layer goes
 through a rectifier into the heads; a head's bias starts as the model's own initialisation, its weights small, so that
@@ -22,8 +22,7 @@ the first theta is a model that can be trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor
 from upfl.contract import Client, Published, Task, Total, Unlabelled
 from upfl.models import Layer, Layered, Linear, Relu, mlp
 from upfl.models.surgery import embedding
-from upfl.state import State, norm, prefixed, select
+from upfl.state import Factored, State, norm, prefixed, select
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
 CHUNK = 256
@@ -126,11 +125,9 @@ class OdpflHn(FedAvg):
             for name, value in prefixed("encoder", part).items():
                 up[name] = up[name] + value if name in up else value
         up = {name: up[name].contiguous() for name in server if not name.startswith("head.")}
-        makers: dict[str, Callable[[], Tensor]] = {}
-        for name, value in flat.items():
-            makers[f"head.{name}.weight"] = partial(torch.outer, value, hidden[0])
-            makers[f"head.{name}.bias"] = partial(torch.clone, value)
-        return _Lazy(up | {"weight": torch.tensor(weight)}, makers)
+        up |= {f"head.{name}.bias": value for name, value in flat.items()}
+        heads = {f"head.{name}.weight": (value, hidden[0]) for name, value in flat.items()}
+        return Factored(up | {"weight": torch.tensor(weight)}, heads)
 
     def aggregate(self, server: State, total: Total, round: int) -> State:
         hyper = self.hyper
@@ -173,23 +170,6 @@ class OdpflHn(FedAvg):
     def _head(self, server: State, name: str, hidden: Tensor) -> Tensor:
         weight, bias = server[f"head.{name}.weight"], server[f"head.{name}.bias"]
         return torch.addmv(bias, weight, hidden[0]).view(self.model.shapes[name])
-
-
-class _Lazy(Mapping[str, Tensor]):
-    """A state some of whose tensors are made each time they are asked for."""
-
-    def __init__(self, ready: State, makers: dict[str, Callable[[], Tensor]]) -> None:
-        self._ready, self._makers = ready, makers
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._ready[name] if name in self._ready else self._makers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._ready
-        yield from self._makers
-
-    def __len__(self) -> int:
-        return len(self._ready) + len(self._makers)
 
 
 def _size(shape: tuple[int, ...]) -> int:
