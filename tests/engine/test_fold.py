@@ -1,6 +1,7 @@
 """The exact sum over clients."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from upfl.engine.fold import CHUNK, FixedPointSum
-from upfl.errors import BadClientError
+from upfl.errors import BadClientError, ConfigError
 from upfl.models import compiled
 from upfl.randomness import generator
 from upfl.state import Factored, State
@@ -101,16 +102,20 @@ def test_a_sum_of_many_values_is_formed_in_chunks_without_seams() -> None:
     torch.testing.assert_close(total["x"], 2 * value.double(), rtol=0, atol=2.0**-39)
 
 
+needs_numba = pytest.mark.skipif(not compiled.installed(), reason="the loops need Numba")
+
+
 @pytest.mark.bits
+@needs_numba
 @pytest.mark.parametrize("bits", [3, 40])
 def test_the_loop_adds_to_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = list[bool](), compiled.adds
+    asked, real = list[bool](), compiled.worth_adding
 
-    def noting(values: Tensor, together: int) -> bool:
-        asked.append(real(values, together))
+    def noting(values: Tensor) -> bool:
+        asked.append(real(values))
         return asked[-1]
 
-    monkeypatch.setattr(compiled, "adds", noting)
+    monkeypatch.setattr(compiled, "worth_adding", noting)
     spread = torch.randn(2**17, generator=generator(1)) * 2.0 ** torch.randint(-60, 3, (2**17,), generator=generator(2))
     halves = torch.arange(-(2**12), 2**12).float() * 2.0 ** -(bits + 1)  # every second one lies between two
     most = 2.0 ** (61 - bits)
@@ -120,18 +125,43 @@ def test_the_loop_adds_to_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPat
     ours, plain = FixedPointSum(up, 2, scales), FixedPointSum(up, 2, scales)
     for _ in range(2):
         plain.add(up)
-    assert not any(asked)  # nobody takes local steps
+    assert not asked  # nobody takes local steps
     with compiled.used():
         for _ in range(2):
             ours.add(up)
-    assert asked[-4:] == [True, True, False, False]
+    assert asked == 2 * [True, True, False, False]
     assert torch.equal(ours.buffer, plain.buffer)
 
 
+@needs_numba
 def test_a_small_sum_compiles_nothing() -> None:
     with compiled.used():
-        assert not compiled.adds(torch.zeros(2**13), 2**14)
-        assert compiled.adds(torch.zeros(2**13), 2**17)
+        assert not compiled.adds(2**14)
+        assert compiled.adds(2**17)
+
+
+def test_loops_that_do_not_load_are_named_before_anything_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "adds", lambda count: True)
+    monkeypatch.setitem(sys.modules, "upfl.models.loops", None)
+    up = {"few": torch.ones(3), "many": torch.ones(2**13)}
+    total = FixedPointSum(up, 1)
+    with pytest.raises(ConfigError, match="UPFL_NUMBA=0"):
+        total.add(up)
+    assert not total.buffer.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_of_16_bits_are_added_as_what_they_are(dtype: torch.dtype) -> None:
+    value = torch.tensor([1.0, 3.0, -0.5, 2.0**-9], dtype=dtype)
+    total = _summed([{"x": value}, {"x": value}], {"x": value}, 2)
+    assert total["x"].tolist() == [2.0, 6.0, -1.0, 2.0**-8]
+
+
+def test_values_that_are_negated_when_they_are_read_are_added_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "adds", lambda count: compiled.installed())
+    value = torch.randn(2**13, generator=generator(0))
+    up = {"x": torch._neg_view(value)}
+    assert torch.equal(_summed([up], up, 1)["x"], _summed([{"x": -value}], up, 1)["x"])
 
 
 LIKE: State = {"x": torch.zeros(3), "y": torch.zeros(2, 2), "n": torch.tensor(0)}
@@ -203,7 +233,7 @@ def _factored(column: Tensor, row: Tensor) -> Factored:
 def test_an_outer_product_is_added_to_the_bits_of_the_matrix(
     shape: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "adds", lambda values, together: fast)
+    monkeypatch.setattr(compiled, "adds", lambda count: fast and compiled.installed())
     source = generator(0, str(shape))
     column, row = (torch.randn(length, generator=source) for length in shape)
     up = _factored(column, row)

@@ -100,7 +100,7 @@ def test_an_images_few_channels_have_the_same_gradient_of_the_weights(shape: tup
     dx, dw = winners.gradients(u * (made.y > 0), made.winners, made.x, made.w, False, True)
     assert dx is None
     assert dw is not None
-    assert dw.is_contiguous(memory_format=torch.channels_last)
+    assert dw.stride() == made.w.stride()  # else the update would take several passes over all parameters
     assert distance({"": dw.double()}, {"": expected}) < 1e-6
 
 

@@ -5,7 +5,7 @@ as they are). Integer addition is associative, floating-point addition is not. A
 or too large for the sum to hold, or not of the expected names, shapes and types, is refused whole: `BadClientError`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class FixedPointSum(Total):
     """A sum of states like `like`, over at most `clients` clients."""
 
     def __init__(self, like: Mapping[str, Tensor], clients: int, scales: Mapping[str, int] | None = None) -> None:
-        self._shapes = {name: (value.shape, value.dtype) for name, value in like.items()}
+        self._shapes = {name: _form(like, name) for name in like}
         self._bits = {
             name: (scales or {}).get(name, BITS) if dtype.is_floating_point else 0
             for name, (_, dtype) in self._shapes.items()
@@ -52,21 +52,22 @@ class FixedPointSum(Total):
     def add(self, up: Mapping[str, Tensor]) -> None:
         """Add what one client sent, or refuse it and change nothing."""
         self.check(up)
+        loop = compiled.loaded("loops").add_rounded if compiled.adds(len(self.buffer)) else None
         for name in up:
             into = self.buffer[self._spans[name]]
             for start, part in _parts(up, name):
-                self._add(into[start : start + len(part)], part, 2.0 ** self._bits[name])
+                self._add(into[start : start + len(part)], part, 2.0 ** self._bits[name], loop)
         self.buffer[-1] += 1
         self.merged()
 
-    def _add(self, into: Tensor, values: Tensor, factor: float) -> None:
+    def _add(self, into: Tensor, values: Tensor, factor: float, loop: Callable[..., None] | None) -> None:
         if not values.is_floating_point():
             into += values
-        elif compiled.adds(values, len(self.buffer)):
-            compiled.loaded("loops").add_rounded(into.numpy(), values.numpy(), factor)
+        elif loop and compiled.worth_adding(values):
+            loop(into.numpy(), values.numpy(), factor)
         else:
             for ours, some in zip(into.split(CHUNK), values.split(CHUNK), strict=True):  # type: ignore[no-untyped-call]
-                ours += torch.mul(some, factor, out=self._scratch[: len(some)]).round_().long()
+                ours += self._scratch[: len(some)].copy_(some).mul_(factor).round_().long()
 
     def disturb(self, name: str, noise: Tensor) -> None:
         """Add noise to an entry's sum, as exactly as values are added."""
@@ -133,7 +134,7 @@ def _bounds(up: Mapping[str, Tensor], name: str) -> tuple[float, float]:
 def _parts(up: Mapping[str, Tensor], name: str) -> Iterator[tuple[int, Tensor]]:
     """The values in a row, in parts with the place where each begins."""
     if (outer := factors(up, name)) is None:
-        yield 0, up[name].detach().reshape(-1).cpu()
+        yield 0, up[name].detach().reshape(-1).cpu().resolve_neg()
         return
     column, row = (factor.detach().cpu() for factor in outer)
     rows = max(CHUNK // max(len(row), 1), 1)

@@ -7,6 +7,7 @@ of the parameters leave the cache.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -72,7 +73,7 @@ def upload_like(training: Training[Any], server: State, client: LocalClient) -> 
 
 def with_loss(up: Mapping[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
     more = {LOSS: loss}
-    return Factored(up.whole | more, up.factors) if isinstance(up, Factored) else {**up, **more}
+    return Factored(up.whole | more, up.factors) if isinstance(up, Factored) else ChainMap(more, up)  # type: ignore[arg-type]
 
 
 def train_alone(

@@ -143,9 +143,14 @@ def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
     return served and skipping_outruns_mkl() and bool(torch_library())
 
 
-def adds(values: Tensor, together: int) -> bool:
-    """Whether a loop adds these values to a sum of so many together; with or without it, the sum is the same."""
-    return _used.get() and _plain(values) and values.numel() >= SEVERAL and together >= WIDE and installed()
+def adds(count: int) -> bool:
+    """Whether a loop adds to a sum of so many values; with or without it, the sum is the same."""
+    return _used.get() and count >= WIDE and installed()
+
+
+def worth_adding(values: Tensor) -> bool:
+    """Whether it adds these."""
+    return _plain(values) and values.numel() >= SEVERAL
 
 
 def _plain(*values: Tensor) -> bool:

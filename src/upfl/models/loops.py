@@ -2,8 +2,9 @@
 are pickles.
 
 Images are samples x pixels x channels. A sample's inputs are copied into a frame of zeros two pixels wide, in blocks of
-16 channels, so that a row of a patch is 80 numbers one after another and a block of the frame fits the first cache. Two
-small pieces, written in LLVM's instructions because a loop in Python does not keep its sums in registers, do the work:
+16 channels, so that a row of a patch is 80 numbers one after another and a block of the frame fits the first cache.
+Three small pieces, written in LLVM's instructions because a loop in Python does not keep its sums in registers, do the
+work:
 
     add_rows    a row of 80 numbers <- itself + sum_i g_i * (the row at place i)
     add_dots    eight numbers       <- themselves + <five rows of weights, the patch at place k>

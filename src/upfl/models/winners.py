@@ -39,7 +39,8 @@ def gradients(
     if weight and compiled.slim(w):
         rows = torch.empty(outputs, 5, loops.WIDE)
         loops.slim_weights(g, at, _pixels(x), rows.numpy(), x.shape[3])
-        dw = rows[:, :, : 5 * channels].contiguous().view(outputs, 5, 5, channels).permute(0, 3, 1, 2)
+        dw = torch.empty_like(w)  # laid out as the weights are: the update then takes one pass
+        dw.permute(0, 2, 3, 1).copy_(rows[:, :, : 5 * channels].view(outputs, 5, 5, channels))
     elif weight:
         blocks = torch.empty(channels // BLOCK, outputs, 5, 5 * BLOCK)
         loops.weights(g, at, _pixels(x), blocks.numpy(), x.shape[3])
