@@ -331,14 +331,14 @@ def test_batches_that_lie_otherwise_in_memory_are_recorded_anew_to_the_same_bits
     assert all(torch.equal(ours[name], written[name]) for name in written)
 
 
-def test_threads_register_one_operation() -> None:
-    rows = compiled.loaded("rows")
-    rows._registered.cache_clear()
+def test_threads_make_one_operation() -> None:
     together, made = threading.Barrier(3), list[Any]()
+
+    register = compiled.loaded("operations").made_once(object)
 
     def work() -> None:
         together.wait()
-        made.append(rows.register())
+        made.append(register())
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for one in threads:

@@ -81,6 +81,8 @@ def run(address: str, options: list[str]) -> int:
             compiled.loaded("winners").warm()
             if compiled.skipping_outruns_mkl() and compiled.torch_library():
                 compiled.loaded("rows").register()
+            if compiled.summing_outruns_others():
+                compiled.loaded("dots").register()
         return _serve(address, secret, supernode, running)
 
 

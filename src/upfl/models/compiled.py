@@ -64,7 +64,7 @@ def _libraries() -> Iterator[ctypes.CDLL]:
 
 @cache
 def torch_library() -> ctypes.CDLL | None:
-    """PyTorch's library, if it takes operations by the stable C interface: all that `models/rows.py` calls is there."""
+    """PyTorch's library, if it takes operations by the stable C interface and has all that `operations.py` calls."""
     return next((one for one in _libraries() if all(hasattr(one, f"aoti_torch_{name}") for name in NEEDED)), None)
 
 
@@ -82,6 +82,11 @@ def skipping_outruns_mkl() -> bool:
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return outruns_mkl() or bool(capabilities.get("amx_tile"))
+
+
+def summing_outruns_others() -> bool:
+    """Whether sums along rows (`models/dots.py`) can be: with AVX2. With AVX-512 oneDNN is as fast or faster."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" and outruns_mkl() and bool(torch_library())
 
 
 def loaded(name: str) -> Any:
@@ -141,6 +146,21 @@ def multiplies(a: Tensor, b: Tensor, total: Tensor | None = None) -> bool:
     suits = a.numel() * b.shape[-1] >= LEAST and b.numel() < MOST and a.shape[0] * b.shape[-1] < MOST
     served = used_on(a, b) and bool(suits) and installed() and fits(a, b, total)
     return served and skipping_outruns_mkl() and bool(torch_library())
+
+
+def sums_rows(x: Tensor, w: Tensor, bias: Tensor) -> bool:
+    """Whether a loop computes x w^T + bias: of a wide layer whose matrix stays in the cache."""
+    return (
+        bool(WIDE <= w.numel() < MOST and x.shape[0] * w.numel() >= LEAST and x.numel() < MOST)
+        and used_on(x, w, bias)
+        and x.dim() == w.dim() == 2
+        and x.shape[1] == w.shape[1]
+        and bool(x.shape[0] >= 4 and w.shape[0] >= 3 and w.shape[1] % LANES == 0)
+        and bias.shape == w.shape[:1]
+        and all(one.is_contiguous() for one in (x, w, bias))
+        and installed()
+        and summing_outruns_others()
+    )
 
 
 def adds(count: int) -> bool:

@@ -56,8 +56,22 @@ def number(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def _pick(*places: int) -> Any:
+def pick(*places: int) -> Any:
     return ir.Constant(ir.VectorType(_I32, len(places)), list(places))
+
+
+def paired(build: Any, vectors: list[Any], some: Any, others: Any) -> list[Any]:
+    """Sums of neighbours, of two vectors in one."""
+    return [
+        build.fadd(build.shuffle_vector(a, b, some), build.shuffle_vector(a, b, others))
+        for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+    ]
+
+
+def in_halves(build: Any, sums: list[Any]) -> list[Any]:
+    """What is in vectors of eight, summed: of each four of them one vector, its halves two parts of the four sums."""
+    sums = paired(build, sums, pick(0, 8, 2, 10, 4, 12, 6, 14), pick(1, 9, 3, 11, 5, 13, 7, 15))
+    return paired(build, sums, pick(0, 1, 8, 9, 4, 5, 12, 13), pick(2, 3, 10, 11, 6, 7, 14, 15))
 
 
 def pieces(length: int) -> list[tuple[int, int]]:
@@ -97,7 +111,7 @@ def spread(build: Any, one: Any) -> dict[int, Any]:
     for lanes in (LANES, WIDE):
         empty = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
         alone = build.insert_element(empty, one, ir.Constant(_I32, 0))
-        made[lanes] = build.shuffle_vector(alone, empty, _pick(*[0] * lanes))
+        made[lanes] = build.shuffle_vector(alone, empty, pick(*[0] * lanes))
     return made
 
 
@@ -167,17 +181,10 @@ def add_dots(context: Any, to: Any, weights: Any, frame: Any, down: Any, places:
                 sums = [fused(build, weight, load(build, one, at), held) for one, held in zip(rows, sums, strict=True)]
             return sums
 
-        def paired(vectors: list[Any], some: Any, others: Any) -> list[Any]:
-            """Sums of neighbours, of two vectors in one."""
-            return [
-                build.fadd(build.shuffle_vector(a, b, some), build.shuffle_vector(a, b, others))
-                for a, b in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-
         sums = repeat(build, number(5), [zeros()] * AT_ONCE, once)
-        sums = paired(sums, _pick(0, 8, 2, 10, 4, 12, 6, 14), _pick(1, 9, 3, 11, 5, 13, 7, 15))
-        sums = paired(sums, _pick(0, 1, 8, 9, 4, 5, 12, 13), _pick(2, 3, 10, 11, 6, 7, 14, 15))
-        (eight,) = paired(sums, _pick(0, 1, 2, 3, 8, 9, 10, 11), _pick(4, 5, 6, 7, 12, 13, 14, 15))
+        (eight,) = paired(
+            build, in_halves(build, sums), pick(0, 1, 2, 3, 8, 9, 10, 11), pick(4, 5, 6, 7, 12, 13, 14, 15)
+        )
         build.store(build.fadd(load(build, to), eight), vector(build, to, 0), align=4)
         return target.get_dummy_value()
 

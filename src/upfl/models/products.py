@@ -1,9 +1,12 @@
 """Matrix products of linear layers, each by the fastest kernel that there is.
 
-Mostly that is MKL's. Two kinds of products are taken elsewhere, where it pays (`models/compiled.py`).
+Mostly that is MKL's. Three kinds of products are taken elsewhere, where it pays (`models/compiled.py`).
 
 Large ones are oneDNN's (`direct`): outputs, and gradients of inputs and of weights. PyTorch leaves matrices to MKL,
 which does not use AVX-512 on processors that are not Intel's: it takes up to 2.7 times as long there.
+
+With AVX2 the outputs of a wide layer whose matrix stays in the cache are a loop's, which packs nothing first
+(`models/dots.py`).
 
 Others have a first factor that is zero wherever a rectifier is shut; there, and on Intel's newer processors, they are a
 loop's (`compiled.skipping_outruns_mkl`). A shut rectifier passes no gradient back: about half of the
@@ -35,6 +38,7 @@ _library = torch.library.Library("upfl", "DEF")  # type: ignore[no-untyped-call]
 # Factors are tensors, of float64: rates are while a step is recorded, and a number would be the same in every replay.
 _SCHEMA = "add_open_(Tensor(a!) total, Tensor a, Tensor b, Tensor beta, Tensor alpha) -> Tensor(a!)"
 _library.define(_SCHEMA)  # type: ignore[no-untyped-call]
+_library.define("outputs_(Tensor(a!) y, Tensor x, Tensor w, Tensor bias) -> Tensor(a!)")  # type: ignore[no-untyped-call]
 
 
 def add_open_(total: Tensor, a: Tensor, b: Tensor, opens: bool, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
@@ -78,6 +82,9 @@ def multiplied(a: Tensor, b: Tensor, opens: bool) -> Tensor:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T, and the bias added."""
+    if bias is not None and compiled.sums_rows(x, w, bias):
+        compiled.loaded("dots").register()
+        return torch.ops.upfl.outputs_(x.new_empty(x.shape[0], w.shape[0]), x, w, bias)  # type: ignore[no-any-return]
     whole = bias is None or (bias.is_contiguous() and bias.shape == w.shape[:1])  # oneDNN does not look at strides
     return _product(x, w, bias) if whole and direct(x, w.t()) else F.linear(x, w, bias)
 

@@ -6,18 +6,12 @@ Where beta is 0, what total held does not count. Up to 64 rows of b are gone thr
 columns, which fit the first cache and are copied together, so that they lie in few pages and begin where cache lines
 do. Which of these k are open is a bit for each in a word. A piece of a row of total is summed in registers
 (`add_open`), whatever the processor in the same order, and added in the end; where fused multiply-add is missing, it is
-rounded twice.
-
-PyTorch calls the loop by its stable C interface, without Python: between the products of a step, Python would take as
-long as the loop saves (20 microseconds where its code has left the cache). Addresses and handles are numbers.
+rounded twice. Addresses are numbers.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, cast
 
 import numba
@@ -25,7 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from upfl.models.compiled import LANES, SLIMMEST, WIDEST, torch_library
+from upfl.models.compiled import LANES, SLIMMEST, WIDEST
 from upfl.models.loops import (
     FLOAT,
     I64,
@@ -44,6 +38,7 @@ from upfl.models.loops import (
     vector,
     zeros,
 )
+from upfl.models.operations import STACK, interface, made_once, operation
 
 DEEP = 64
 PANEL = WIDEST * LANES  # numbers of a row of b that are gone through together
@@ -221,25 +216,12 @@ def product(total: int, a: int, down: int, across: int, b: int, shape: Any, beta
     room[0] = 0  # an array lives as long as it is spoken of, and its address does not count
 
 
-_once = threading.Lock()  # of two registrations, one would be forgotten with its code, which may be what is called
-
-
+@made_once
 def register() -> Any:
-    """Compile the loop, and make it what `upfl::add_open_` does; what is returned stays as long as the process."""
-    with _once:
-        return _registered()
+    """Compile the loop, and make it what `upfl::add_open_` does."""
+    data, size, stride, done = interface()
 
-
-@cache
-def _registered() -> Any:
-    library = torch_library()
-    assert library is not None
-    counts = {"get_data_ptr": 2, "get_size": 3, "get_stride": 3, "delete_tensor_object": 1}
-    data, size, stride, done = (library[f"aoti_torch_{name}"] for name in counts)
-    for function, count in zip((data, size, stride, done), counts.values(), strict=True):
-        function.argtypes, function.restype = [ctypes.c_uint64] * count, ctypes.c_int32
-
-    @numba.cfunc(types.void(_pointer(types.uint64), types.uint64, types.uint64))
+    @numba.cfunc(STACK)
     def add_open_(stack: Any, given: int, returned: int) -> None:
         """The stack holds total, a, b, beta and alpha, which are ours; total is what is returned."""
         at, told = np.empty(5, np.uint64), np.empty(5, np.int64)
@@ -254,9 +236,4 @@ def _registered() -> Any:
         for i in range(1, 5):
             done(stack[i])
 
-    made = ctypes.c_void_p()
-    if library.aoti_torch_library_init_impl(b"upfl", b"CPU", __file__.encode(), 0, ctypes.byref(made)) or (
-        library.aoti_torch_library_impl(made, b"add_open_", ctypes.c_void_p(add_open_.address))
-    ):
-        raise RuntimeError("PyTorch refuses upfl::add_open_ by its C interface; set UPFL_NUMBA=0 to do without it")
-    return add_open_
+    return operation("add_open_", add_open_)
