@@ -25,7 +25,7 @@ from upfl.contract import Batch, Task
 from upfl.engine.allocator import keep_freed_memory
 from upfl.engine.recorded import steps_of
 from upfl.engine.rounds import one_thread
-from upfl.models import Conv, Layered, Linear, convnet, mlp
+from upfl.models import Conv, Layered, Linear, compiled, convnet, mlp
 from upfl.state import select
 from upfl.training.base import LocalTraining
 from upfl.training.fedavg import FedAvg
@@ -114,9 +114,10 @@ def _gradient(model: Layered, batch: Batch) -> Callable[[], object]:
     params = model.layout(model.init(torch.Generator().manual_seed(0)))
 
     def forward_and_backward() -> object:
-        trace = model.trace(params, batch.x)
-        gradient = trace.backward(cross_entropy(trace.output, batch)[1])
-        return dict(gradient)  # factors multiplied: the gradient as others have it
+        with compiled.used():  # as local steps are taken
+            trace = model.trace(params, batch.x)
+            gradient = trace.backward(cross_entropy(trace.output, batch)[1])
+            return dict(gradient)  # factors multiplied: the gradient as others have it
 
     return forward_and_backward
 
