@@ -1,7 +1,7 @@
 """The trace of a chain of layers: a forward pass and its derivative products, without an autograd graph.
 
-Written out for each layer they cost little more than the matrix products; autograd's double backward costs 1.3
-(ConvNet) to 3 (MLP) times that (`results/steps.md`).
+Written out for each layer they cost less than the dense matrix products; autograd's double backward costs twice that
+(`results/steps.md`).
 """
 
 from __future__ import annotations
