@@ -84,8 +84,8 @@ def outputs(y: int, x: int, w: int, bias: int, samples: int, inputs: int, featur
         c = min(column, features - COLUMNS)
         for row in range(0, samples, ROWS):
             r = min(row, samples - ROWS)
-            to = y + address(4 * (r * features + c))
-            add_dots(to, down, bias + address(4 * c), x + r * across, w + c * across, across, vectors)
+            to, start = y + address(4 * (r * features + c)), bias + address(4 * c)
+            add_dots(to, down, start, x + address(r) * across, w + address(c) * across, across, vectors)
 
 
 @made_once
