@@ -120,7 +120,7 @@ def test_an_odpfl_hn_newcomers_model_is_made_from_its_data_in_any_order(case: Ca
     server |= {f"head.{name}.weight": server[f"head.{name}.weight"] * 30 for name in case.model.shapes}
     published = Published(server, 3)
     expected = forward_hypernetwork(server, case, x)
-    by_chunks = training.generate(server, [x[:1], x[1:500], x[500:]])
+    by_chunks = training.generate(server, training.embed(server, [x[:1], x[1:500], x[500:]]))
     turned = x[torch.randperm(700, generator=generator(5))]
     theta, reordered, part = (training.start(published, Unlabelled(0, own), None) for own in (x, turned, x[:256]))
     for same in (theta, reordered, by_chunks):

@@ -89,29 +89,33 @@ class OdpflHn(FedAvg):
         return state
 
     def begin(self, server: State, memory: State, client: Client) -> State:
-        theta = self.generate(server, [batch.x for batch in client.batches("train", CHUNK)])
-        return self.model.layout(prefixed("psi", theta)) | prefixed("start", {n: v.clone() for n, v in theta.items()})
+        embedded = self.embed(server, [batch.x for batch in client.batches("train", CHUNK)])
+        theta = self.generate(server, embedded)
+        start = prefixed("start", {name: value.clone() for name, value in theta.items()})
+        return self.model.layout(prefixed("psi", theta)) | start | {"embedded": embedded}
 
     def finish(self, server: State, carry: State, client: Client) -> tuple[Mapping[str, Tensor], State]:  # type: ignore[override]
         change = {name: (carry[f"start.{name}"] - carry[f"psi.{name}"]).contiguous() for name in self.model.shapes}
         weight = self.hyper.weight(client)
         batches = [batch.x for batch in client.batches("train", CHUNK)]
-        return self.gradient(server, batches, change, weight), {}
+        return self.gradient(server, carry["embedded"], batches, change, weight), {}
 
-    def generate(self, server: State, batches: list[Tensor]) -> State:
-        """theta = H(mean E(x))."""
-        hidden = self.trunk.apply(select(server, "trunk"), self.embed(select(server, "encoder"), batches))
+    def generate(self, server: State, embedded: Tensor) -> State:
+        """theta = H(e)."""
+        hidden = self.trunk.apply(select(server, "trunk"), embedded)
         return {name: self._head(server, name, hidden) for name in self.heads}
 
-    def embed(self, encoder: State, batches: list[Tensor]) -> Tensor:
-        """The mean of the samples' vectors, as a row."""
-        count = sum(len(x) for x in batches)
+    def embed(self, server: State, batches: list[Tensor]) -> Tensor:
+        """e = mean E(x), as a row."""
+        encoder, count = select(server, "encoder"), sum(len(x) for x in batches)
         return torch.stack([self.encoder.apply(encoder, x).sum(0) for x in batches]).sum(0, keepdim=True) / count
 
-    def gradient(self, server: State, batches: list[Tensor], change: State, weight: float) -> Mapping[str, Tensor]:
-        """The gradient of <H(mean E(x)), change> for H and E, times weight."""
+    def gradient(
+        self, server: State, embedded: Tensor, batches: list[Tensor], change: State, weight: float
+    ) -> Mapping[str, Tensor]:
+        """The gradient of <H(mean E(x)), change> for H and E, times weight; embedded is the mean, known already."""
         encoder = select(server, "encoder")
-        trunk = self.trunk.trace(select(server, "trunk"), self.embed(encoder, batches))
+        trunk = self.trunk.trace(select(server, "trunk"), embedded)
         hidden = trunk.output
         flat = {name: value.flatten() * weight for name, value in change.items()}
         dh = torch.zeros_like(hidden)
@@ -143,7 +147,7 @@ class OdpflHn(FedAvg):
 
     def start(self, published: Published, client: Unlabelled, memory: State | None) -> State:
         parts = list(client.x.split(CHUNK))  # type: ignore[no-untyped-call]
-        return self.model.layout(self.generate(published.state, parts))
+        return self.model.layout(self.generate(published.state, self.embed(published.state, parts)))
 
     # The sum has the gradients of H's heads: outer products of theta - theta' with what H computed. A server that has H
     # forms them itself. What then crosses the wire, besides E, is e, theta and what is needed to train both.
