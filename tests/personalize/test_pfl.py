@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from tests.runs import begun
 from upfl import api
 from upfl.cli.methods import methods as show_methods
 from upfl.cli.tables import show_runs
-from upfl.contract import Hyper, Published, Task, Unlabelled
+from upfl.contract import CHUNK, Hyper, Predictor, Published, Task, Unlabelled
+from upfl.models import Layered
 from upfl.personalize.pfl import Ensemble, Sampled
 from upfl.randomness import generator
-from upfl.state import select
+from upfl.state import State, select
 from upfl.training.fedper import FedPer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,6 +72,27 @@ def test_pfl_ensemble_is_the_mean_of_all_members_logits(members: Members) -> Non
         every = torch.stack([members.logits(i, x) for i in range(5)])
         torch.testing.assert_close(logits, every.mean(0), rtol=1e-4, atol=1e-5)
         assert float(every.std(0).mean()) > 0.01, "the members are alike"
+
+
+def test_an_ensemble_computes_what_its_models_share_once_to_the_same_bits(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, client = members.training, members.newcomer(0)
+    predictor = Ensemble(training, Hyper()).personalize(members.published, client).predictor
+    assert training.cut
+    below, passed, apply = training.cut[0], list[Layered](), Layered.apply
+
+    def noted(layers: Layered, params: State, x: Tensor) -> Tensor:
+        passed.append(layers)
+        return apply(layers, params, x)
+
+    monkeypatch.setattr(Layered, "apply", noted)
+    logits = predictor.logits(client.x)
+    monkeypatch.undo()
+    assert len(client.x) > CHUNK
+    assert passed.count(below) == 2, "not once for each part of the samples"
+    single = [Predictor(training, [model]).logits(client.x) for model in predictor.params]
+    assert torch.equal(logits, reduce(torch.add, single) / 5)
 
 
 def test_pfl_sampled_is_one_members_model_drawn_from_newcomer_and_seed(members: Members) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -68,11 +69,20 @@ class Predictor:
         set_first(self, params=AlignedStates(self.params))
 
     def logits(self, x: Tensor) -> Tensor:
-        total = all_logits(self.training.logits, self.params[0], x)
-        for i in range(1, len(self.params)):
-            total = total + all_logits(self.training.logits, self.params[i], x)
+        total = self._alone(x) if len(self.params) == 1 else self._together(x)
         mean = total / (len(self.params) * self.temperature)
         return mean if self.bias is None else mean + self.bias
+
+    def _alone(self, x: Tensor) -> Tensor:
+        return all_logits(self.training.logits, self.params[0], x)
+
+    @torch.no_grad()
+    def _together(self, x: Tensor) -> Tensor:
+        """The sum of all models' logits; what they share is computed once."""
+        first = self.params[0]
+        shared = [self.training.shared(first, part) for part in chunks(x)]
+        each = (torch.cat([self.training.beyond(one, part) for part in shared]) for one in self.params)
+        return reduce(torch.add, each)
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,18 @@ class Training(Stage[H]):
         """
         return self.model.apply(params, x)
 
+    # An ensemble's models may begin alike: `logits` is `beyond` of what is `shared`, which is computed once for all.
+
+    def shared(self, params: State, x: Tensor) -> Tensor:
+        """What all models of an ensemble make of x; the parameters are those of any of them."""
+        return x
+
+    def beyond(self, params: State, shared: Tensor) -> Tensor:
+        """What one of them says, from what is shared."""
+        return self.logits(params, shared)
+
     def batchwise(self, params: State, x: Tensor) -> Tensor:
-        """The same, but normalised by statistics of x, where the model normalises by statistics of data."""
+        """The same as `logits`, but normalised by statistics of x, where the model normalises by statistics of data."""
         return self.model_of(params).batchwise(params, x)
 
     def features(self, params: State, x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Each gives None where a model cannot be taken apart so; the training then says w
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from upfl.models.base import Model
 from upfl.models.filters import Filters
 from upfl.models.layered import Layered, mlp
@@ -64,6 +66,14 @@ def halves(model: Model) -> tuple[Model, Model, Layered] | None:
     between = tuple(layers[i] for i in rest if i < head)
     below, above = (*layers[:cut], wide, *between), tuple(layers[head:])
     return Layered((*below, *above)), Layered(below), Layered(above)
+
+
+def cut_below(model: Model, names: AbstractSet[str]) -> tuple[Layered, Layered] | None:
+    """A chain of layers cut in two below the first that has one of these parameters."""
+    if not isinstance(model, Layered):
+        return None
+    first = next(i for i, layer in enumerate(model.layers) if not names.isdisjoint(layer.shapes()))
+    return model[:first], model[first:]
 
 
 def filters_below(model: Model) -> Filters | None:

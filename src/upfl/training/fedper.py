@@ -14,10 +14,12 @@ from fnmatch import fnmatch
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from upfl.contract import Client, Published, Task, Unlabelled
 from upfl.errors import ConfigError
 from upfl.models import Model
+from upfl.models.surgery import cut_below
 from upfl.state import BUFFERS, State, select, to_device
 from upfl.training.fedavg import FedAvg, FedAvgHyper
 
@@ -48,6 +50,9 @@ class FedPer(FedAvg):
                 f"fedper.personal: {which} of the model's parameters would be personal; they are called "
                 f"{', '.join(task.model.shapes)}"
             )
+        self.cut = cut_below(
+            task.model, self.personal
+        )  # what newcomers' ensembles compute once, and what each model adds
 
     def init(self, generator: torch.Generator) -> State:
         return {f"psi.{name}": value for name, value in self.model.init(generator).items() if name not in self.personal}
@@ -68,6 +73,12 @@ class FedPer(FedAvg):
         assert memory is not None, "FedPer has no model for a client that did not train"
         own = to_device(memory, client.x.device)
         return self.model.layout(select(self._ordered(published.state | own), "psi"))
+
+    def shared(self, params: State, x: Tensor) -> Tensor:
+        return self.cut[0].apply(params, x) if self.cut else super().shared(params, x)
+
+    def beyond(self, params: State, shared: Tensor) -> Tensor:
+        return self.cut[1].apply(params, shared) if self.cut else super().beyond(params, shared)
 
     def _ordered(self, state: State) -> State:
         return {f"psi.{name}": state[f"psi.{name}"] for name in (*self.model.shapes, *self.model.buffers)}
