@@ -6,7 +6,8 @@
 A training client that validates uses its own model, so both have one validation accuracy.
 
 These two hand training clients' personal layers to newcomers. The paper has them as baselines only, because that may
-compromise those clients' privacy; the ensemble also costs a model's transfer and computation for every training client.
+compromise those clients' privacy; the ensemble also costs the transfer and computation of own layers for every training
+client.
 """
 
 from abc import abstractmethod
