@@ -40,7 +40,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("training/fedmd.py", "(digest, revisit) if round else", "(digest, revisit) if round > 1 else"),
     ("training/odpfl_hn.py", ".sum(0, keepdim=True) / count", ".sum(0, keepdim=True)"),
     ("training/odpfl_hn.py", 'carry["embedded"]', '0 * carry["embedded"]'),
-    ("training/fedper.py", "self.cut = cut_below(task.model, self.personal)", "self.cut = None"),
+    ("training/fedper.py", "= cut_below(task.model, self.personal)", "= None"),
     ("contract/predictor.py", "beyond(one, part)", "beyond(first, part)"),
     ("training/closed_form.py", "(0 if begins else kept)", "kept"),
     ("models/loops.py", "(top * wide + left + offset) * channels * 4", "(top * wide + left) * channels * 4"),

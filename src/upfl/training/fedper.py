@@ -50,9 +50,8 @@ class FedPer(FedAvg):
                 f"fedper.personal: {which} of the model's parameters would be personal; they are called "
                 f"{', '.join(task.model.shapes)}"
             )
-        self.cut = cut_below(
-            task.model, self.personal
-        )  # what newcomers' ensembles compute once, and what each model adds
+        # What an ensemble computes once, and what each of its models adds.
+        self.cut = cut_below(task.model, self.personal)
 
     def init(self, generator: torch.Generator) -> State:
         return {f"psi.{name}": value for name, value in self.model.init(generator).items() if name not in self.personal}
