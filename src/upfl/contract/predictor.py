@@ -69,12 +69,10 @@ class Predictor:
         set_first(self, params=AlignedStates(self.params))
 
     def logits(self, x: Tensor) -> Tensor:
-        total = self._alone(x) if len(self.params) == 1 else self._together(x)
+        alone = len(self.params) == 1
+        total = all_logits(self.training.logits, self.params[0], x) if alone else self._together(x)
         mean = total / (len(self.params) * self.temperature)
         return mean if self.bias is None else mean + self.bias
-
-    def _alone(self, x: Tensor) -> Tensor:
-        return all_logits(self.training.logits, self.params[0], x)
 
     @torch.no_grad()
     def _together(self, x: Tensor) -> Tensor:
